@@ -114,6 +114,7 @@ void bind_recorder(py::module_& m) {
            py::arg("max_frames"))
       .def_readwrite("max_frames", &Recorder::max_frames)
       .def_property("in_step", &Recorder::in_step, &Recorder::set_in_step)
+      .def_property("is_evaluation", &Recorder::is_evaluation, &Recorder::set_is_evaluation)
       .def_readwrite("lists_parameters", &Recorder::lists_parameters)
       .def_readwrite("is_paused", &Recorder::is_paused)
       .def_property_readonly("is_off", &Recorder::is_off)

@@ -62,7 +62,7 @@ struct Options {
   bool step_mode = false;
   bool lists_parameters = true;    // in the frames of their modules
   bool lists_calls = true;         // their inputs and outputs
-  bool parameters_once = false;    // each once until forget_parameters(), where it is used first
+  bool parameters_once = false;    // see wants_parameter()
   bool watches_gradients = false;  // of outputs
   bool captures_tensors = false;   // inputs and outputs of the first bad frame's call
 };
@@ -89,16 +89,14 @@ class Recorder {
   // was classified and needs attention; the caller then passes it to keep().
   Frame begin_frame(uint32_t module, py::object class_name, FrameKind kind);
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
-  // True if a module's parameter should be listed in the frame of its call.
-  bool wants_parameter(const at::Tensor& parameter) {
-    if (!options_.parameters_once) return true;
-    if (!parameter.has_storage()) return true;
-    const auto [place, is_new] = seen_.try_emplace(id_of(parameter), weak_storage(parameter));
-    if (is_new || has_storage(parameter, place->second)) return is_new;
-    place->second = weak_storage(parameter);
-    return true;
+  // True if a module's parameter should be listed in the frame of its call. With parameters_once it
+  // is where it is used first in a step; in an evaluation, where it is used first, and again once it
+  // was written to or something was bad. Writes past the version counter (.data, numpy) are not seen.
+  bool wants_parameter(const at::Tensor& parameter);
+  void forget_parameters() {
+    listed_.clear();
+    evaluated_.clear();
   }
-  void forget_parameters() { seen_.clear(); }
   // Records the gradient of an output when backward computes it, if the options ask for that.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
   void add_not_scanned(Frame& frame, Listing listing, py::object why);
@@ -202,6 +200,9 @@ class Recorder {
   // True while the root's forward is running, in this thread or one that it has started.
   bool in_step() const { return course().in_step; }
   void set_in_step(bool is_running) { course().in_step = is_running; }
+  // True while a forward runs that belongs to no training step.
+  bool is_evaluation() const { return course().is_evaluation; }
+  void set_is_evaluation(bool is_one) { course().is_evaluation = is_one; }
   // Gives this thread a step of its own, as long as the root runs in it and in another one, too.
   void begin_apart() { apart_.push_back({PyThread_get_thread_ident()}); }
   void end_apart();
@@ -278,9 +279,14 @@ class Recorder {
   std::deque<Frame> history_;
   Traced traced_;
   std::vector<py::object> class_names_;  // of the modules, by their index
-  // Parameters that were listed, with their memory, whose address is not reused meanwhile. Torch
-  // would not swap them if they were weakly referenced themselves.
-  std::unordered_map<TensorId, WeakStorage> seen_;
+  // A parameter that was listed: its memory, whose address is not reused meanwhile, and its version.
+  // Torch would not swap parameters that were weakly referenced themselves.
+  struct Listed {
+    WeakStorage memory;
+    std::optional<uint32_t> version;
+  };
+  std::unordered_map<TensorId, Listed> listed_;     // in this step
+  std::unordered_map<TensorId, Listed> evaluated_;  // in evaluations, where nothing was bad since
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   StepResults results_;
   std::vector<Frame> failed_;  // of no call, in this step
@@ -296,6 +302,7 @@ class Recorder {
     int64_t batch = 0;
     bool opens_batch = true;
     bool in_step = false;
+    bool is_evaluation = false;
     bool is_left_out = false;
   };
   const Course& course() const;

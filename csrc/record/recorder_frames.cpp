@@ -58,6 +58,20 @@ void Recorder::send(bool with_captured) {
   if (with_captured) deferred_.send_captured();
 }
 
+bool Recorder::wants_parameter(const at::Tensor& parameter) {
+  if (!options_.parameters_once || !parameter.has_storage()) return true;
+  const bool is_evaluation = course().is_evaluation;
+  auto& listed = is_evaluation ? evaluated_ : listed_;
+  const auto [place, is_new] =
+      listed.try_emplace(id_of(parameter), Listed{weak_storage(parameter), version_of(parameter)});
+  Listed& then = place->second;
+  const auto version = version_of(parameter);
+  const bool is_written = is_evaluation && (!version || version != then.version);
+  if (!is_new && !is_written && has_storage(parameter, then.memory)) return false;
+  then = {weak_storage(parameter), version};
+  return true;
+}
+
 void Recorder::watch_output(const Frame& frame, LabelId label, const at::Tensor& output) {
   if (!options_.watches_gradients || !output.requires_grad()) return;
   if (traced_.has_returned(output)) return;
@@ -98,6 +112,7 @@ void Recorder::add_result(Frame&& frame) {
   rows_.add(frame);
   if (frame.has_failed && !frame.is_of_call()) failed_.push_back(frame);
   if (frame.is_bad) {
+    evaluated_.clear();  // what is bad in one request is listed in the next
     if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
     ++results_.num_bad;
     if (results_.bad.size() < kMaxBadFrames) results_.bad.push_back(frame);

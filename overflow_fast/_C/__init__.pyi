@@ -257,6 +257,7 @@ class Coverage:
 class Recorder:
     max_frames: int | None
     in_step: bool
+    is_evaluation: bool
     lists_parameters: bool
     is_paused: bool
     @property

@@ -296,10 +296,7 @@ class ModelWatch(StepHooks):
 
     def _before_step(self) -> None:
         self._announce_forward()
-        if not self.is_in_step:
-            self.recorder.forget_parameters()  # it is a judgement of its own
-        elif self._missed.begin_forward() and self.frames.is_first_told():
-            self.on_missed(self)
+        self._begin_forward()
         # The model may have been sharded since its hooks were put on. Its parameters
         # are scanned once for each optimizer's step then, and not when gathered.
         if self._has_looked_for_shards or not self.wanted.weights:
@@ -309,6 +306,13 @@ class ModelWatch(StepHooks):
         if model is not None:
             self.recorder.lists_parameters = not is_sharded(model)
             self.update_plan()
+
+    def _begin_forward(self) -> None:
+        """Notes whether it is of a step; one that is none is a judgement of its own."""
+        is_in_step = self.is_in_step
+        self.recorder.is_evaluation = not is_in_step
+        if is_in_step and self._missed.begin_forward() and self.frames.is_first_told():
+            self.on_missed(self)
 
     def _announce_forward(self) -> None:
         model = self.model
@@ -337,10 +341,7 @@ class ModelWatch(StepHooks):
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
-        if not self.is_in_step:
-            self.recorder.forget_parameters()
-        elif self._missed.begin_forward() and self.frames.is_first_told():
-            self.on_missed(self)
+        self._begin_forward()
         self.has_submodule_calls = True
         module = self.module_at(index)
         is_new = self.on_forward is not None and module not in self._entries
@@ -394,7 +395,7 @@ class ModelWatch(StepHooks):
                 self._scan_shards(batch)
                 if root is None or not root.is_left:  # that is judged with its step
                     self._on_evaluated(self, batch)
-            self.recorder.forget_parameters()
+            self.recorder.is_evaluation = False
 
     def _scan_shards(self, batch: int) -> None:
         """Scans the weights where the modules' calls do not list them."""
