@@ -18,6 +18,7 @@ from ..calls import Call
 from ..replayer import Observer, Patch, Replayer, StepPart
 from ..tensor_kinds import floats_in
 from ..wider import HALF
+from .padding import Padding, find_padding
 from .patches import Eagerly, InDtype
 
 _IN_FLOAT32 = InDtype(torch.float32)
@@ -34,6 +35,8 @@ class Nearness(Observer):
         self._replayer = replayer
         self._outputs: list[torch.Tensor] = []
         self._reference: list[torch.Tensor] | None = None
+        self._padding: Padding | None = None
+        self._has_looked_for_padding = False
 
     def on_output(self, call: Call, output: Any) -> None:
         """See `Observer`."""
@@ -48,15 +51,9 @@ class Nearness(Observer):
         Args:
             others: The patches that each run has in place.
         """
-        own = self._outputs
         if self._reference is None:
             self._reference = self._in_float32(others)
-            self._outputs = own
-        if [t.shape for t in own] != [t.shape for t in self._reference]:
-            return None
-        pairs = zip(own, self._reference, strict=True)
-        found = [_difference(one.double(), true.double()) for one, true in pairs]
-        return None if any(map(math.isnan, found)) else max(found, default=None)
+        return _distance(self._outputs, self._reference)
 
     def judged(
         self, patches: Sequence[Patch], others: Sequence[Patch]
@@ -69,16 +66,35 @@ class Nearness(Observer):
         """
         distance = self.distance(others)
         dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
-        is_far = distance is not None and distance > tolerance(dtypes)
-        return {"error": distance, "misses": "output" * is_far}
+        most, where = tolerance(dtypes), ""
+        if distance is not None and distance > most:
+            padding = self._found_padding(others)
+            if padding is not None and self._reference is not None:
+                pair = self._outputs, self._reference
+                distance = _distance(*(list(map(padding.read, each)) for each in pair))
+                where = padding.where
+        is_far = distance is not None and distance > most
+        return {"error": distance, "misses": "output" * is_far, "where": where}
+
+    def _found_padding(self, others: Sequence[Patch]) -> Padding | None:
+        if not self._has_looked_for_padding:
+            self._has_looked_for_padding = True
+            self._padding = find_padding(
+                self._replayer.calls[-1],
+                self._reference or [],
+                lambda patch: self._in_float32([*others, patch]),
+            )
+        return self._padding
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         if not self._has_half():
             return []
+        own = self._outputs
         # Compiled code has casts of its own, which no autocast changes any more.
         patches = [*others, Eagerly(), _IN_FLOAT32]
         result = self._replayer.run(StepPart(), patches, [self])
-        return self._outputs if result.is_clean else []
+        found, self._outputs = self._outputs, own
+        return found if result.is_clean else []
 
     def _has_half(self) -> bool:
         calls = self._replayer.calls
@@ -88,6 +104,16 @@ class Nearness(Observer):
             or any(t.dtype in HALF for call in calls for _, t in call.leaves())
             or any(is_on for call in calls for _, is_on, _ in call.ambient.autocast)
         )
+
+
+def _distance(
+    own: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
+) -> float | None:
+    if [t.shape for t in own] != [t.shape for t in reference]:
+        return None
+    pairs = zip(own, reference, strict=True)
+    found = [_difference(one.double(), true.double()) for one, true in pairs]
+    return None if any(map(math.isnan, found)) else max(found, default=None)
 
 
 def _difference(value: torch.Tensor, true: torch.Tensor) -> float:

@@ -105,6 +105,8 @@ class Remedy:
             backward, how far its output is from one in float32. None where the true
             loss is beyond the dtype's maximum, which no remedy comes to, and where
             nothing is known.
+        where: The places of that output which are compared, in words, where the others
+            are padding: nothing elsewhere reads what stands there. "" for all.
         misses: "loss", "gradients" or "output", where that is more than rounding
             explains.
         breaks: What is wrong though the step is finite, in words: the loss, or a
@@ -139,6 +141,7 @@ class Remedy:
     why: str = ""
     true_loss: float | None = None
     error: float | None = None
+    where: str = ""
     misses: str = ""
     breaks: str = ""
     leaves: str = ""
@@ -236,7 +239,8 @@ class Remedy:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
             but = "but " * bool(self.misses)
-            clauses[0] += f", {but}{rounded(100 * self.error, 2)} % from float32"
+            off = f"{rounded(100 * self.error, 2)} % from float32 {self.where}"
+            clauses[0] += f", {but}{off.strip()}"
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:
