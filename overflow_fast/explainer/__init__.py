@@ -36,7 +36,9 @@
     first line, `answer.py` the rows below, `op_words.py` an operation, `notes.py` what
     was left open. A row has of a sentence what the first line leaves (`parted()`).
 
-A sentence stands here only where it is said of numbers that no field holds, beside what
-measures them: of a leaf, a growth, a sentinel, the domain of an operation, news; and
-the texts of remedies, each in its row. Texts of questions are for readers of the tree.
+Sentences that depend on numbers which no field holds stand beside what measures them:
+of a leaf, a growth, a sentinel, the domain of an operation, news. So do notes of one
+file alone, as on what was tried (`attempts.py`, `trials.py`) or is hidden
+(`hidden.py`), and the texts of remedies, each in its row. Texts of questions are for
+readers of the tree.
 """

@@ -130,7 +130,7 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
     Returns:
         The explanation with them, where they are it; else what was found.
     """
-    if not notes.BEHIND.intersection(found.notes):
+    if notes.BEHIND.keys().isdisjoint(found.notes):
         return found
     num_before = step.num_forwards
     with contextlib.suppress(Exception):
@@ -138,8 +138,8 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
         own = None if code is None else _with_tail(step, code)
         if own is not None:
             return own
-    if step.num_forwards > num_before and notes.ALL_BAD in found.notes:
-        found.notes[found.notes.index(notes.ALL_BAD)] = notes.NOT_BEHIND
+    if step.num_forwards > num_before:
+        found.notes = [notes.BEHIND.get(each, each) for each in found.notes]
     return found
 
 

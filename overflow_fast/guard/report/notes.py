@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..explaining import USE_RUN
-from .findings import NOT_REPLAYED, NOT_THE_LOSS
+from .findings import NOT_REPLAYED, NOT_THE_LOSS, PARTLY_REPLAYED
 
 _FEW = 3  # names in a clause; chosen
 
@@ -72,8 +72,9 @@ _ALL_BAD = (
     "them."
 )
 ALL_BAD = f"{_ALL_BAD} It was not replayed."
-BEHIND = {ALL_BAD, NOT_REPLAYED}  # of what lines behind backward may explain
 NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
+# Of what lines behind backward may explain; and what is left where these do not.
+BEHIND = {ALL_BAD: NOT_BEHIND, NOT_REPLAYED: PARTLY_REPLAYED}
 OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
     "or the forward ran with another tensor in its place."
