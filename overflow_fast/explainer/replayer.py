@@ -835,6 +835,11 @@ class ReplayCheck(Observer):
         is_given_alike = bool(backward) and backward[0] is None
         return next(filter(None, backward), None) if is_given_alike else None
 
+    def has_same_gradients(self) -> bool:
+        """True if outputs of modules were given the gradients of the step."""
+        backward = self._differing(_C.FrameKind.BACKWARD)
+        return bool(backward) and not any(backward)
+
     def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
         """For each entry of both: how it differs, or None."""
         step = self._step[kind]

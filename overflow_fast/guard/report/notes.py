@@ -29,8 +29,8 @@ UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (
-    "Not replayed: {}; the models' forwards within that function were. Do that before, "
-    f"and call the rest within `{USE_RUN}`."
+    "Not replayed: {}; the models' forwards within that function were. Do that outside "
+    "of the function."
 )
 NO_LOSS = (
     "Backward was not run: neither `loss` nor the model returned a number that "
