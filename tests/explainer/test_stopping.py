@@ -456,7 +456,7 @@ def test_equal_codes_of_two_files_are_told_apart():
         found = {}
         exec(compile(text, file, "exec"), found)
         codes.append(found["f"].__code__)
-    library, own = (places_in(code, code.co_filename) for code in codes)
+    library, own = map(places_in, codes)
     assert codes[0] == codes[1] and not library and own
 
 

@@ -360,11 +360,10 @@ class _Policy:
             Whether to look at the time at each of its lines, since it may loop without
             a call; whether to ask at its call; and before which instructions.
         """
-        file = code.co_filename
-        if is_own(file):
+        if is_own(code.co_filename):
             return None
         is_asked = code in self._codes or code in self._collectives
-        return may_loop(code, file), is_asked, places_in(code, file)
+        return may_loop(code), is_asked, places_in(code)
 
     def on_code(self, frame: types.FrameType) -> None:
         """Raises Effect where a call of Python code is one."""
