@@ -29,24 +29,20 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..base.modules import Handles, modules_in
+from ..base.modules import modules_in
 from ..base.text import is_of_program
-from ..base.tree import CALL_DEPTH, find, tensors_in
+from ..base.tree import find
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.held_function import data_in
-from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
-from ..torch_internals.replaying import no_dispatch
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
-from .replayer import Observer
+from .replay_check import SameStep, UncertainError, without_optimizer_steps
 from .syntax import code_of, module_of
-from .tensor_kinds import floats_in, is_float, kinds_of
+from .tensor_kinds import floats_in, kinds_of
 from .users_lines import Site, note_made_of_lines, source_lines
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -57,20 +53,15 @@ _UNNAMED = "the_loss"  # a variable for a loss that has none
 _FORBIDDEN = (ast.Global, ast.Nonlocal)  # what they assign is the program's
 # What writes to gradients alone, which no loss reads; a replay begins without them.
 _OF_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "unscale_"}
-_MOST_FRAMES, _MOST_NODES = 64, 100_000  # chosen, not measured
+_MOST_FRAMES = 64  # chosen, not measured
 _MOST_CODE = 200  # characters of a line that advice writes out
 _MOST_VALUES = 256  # of an object that may lead to a model
-_RTOL = 1e-3  # of a loss whose kernels are not deterministic
 _OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 _DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
 _INDIRECT = (
     "The loss is computed at {place}: `{name} = {code}`. Call the model and that line "
     "in one function, and that by `{name} = guard.run(function)`."
 )
-
-
-class UncertainError(Exception):
-    """Raised where lines cannot be run as they ran in the step."""
 
 
 # The running code, and what is written in it.
@@ -459,120 +450,6 @@ class LossCall:
             return False
         self._begin(num_before)
         return True
-
-
-class SameStep(Observer):
-    """Compares the forwards and the loss of a replay with those of the step.
-
-    Attributes:
-        num_forwards: How many forwards it has made.
-        is_given_alike: They are the step's, with the same inputs and random states.
-        has_same_graph: The loss was computed by the same operations of autograd, or
-            that of the step is not held.
-        has_same_loss: The loss is the same.
-    """
-
-    def __init__(
-        self, call: Call, forwards: Sequence[ModelCall], loss: torch.Tensor | None
-    ) -> None:
-        self._call, self._forwards, self._loss = call, forwards, loss
-        self._forget()
-
-    def _forget(self) -> None:
-        self.num_forwards = self._depth = 0
-        self.is_given_alike = True
-        self.has_same_graph = self.has_same_loss = False
-
-    @contextlib.contextmanager
-    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Sees the outermost forwards, and keeps optimizers from stepping."""
-        self._forget()
-        handles = Handles()
-        for model in models.values():
-            before = model.register_forward_pre_hook(
-                self._before, prepend=True, with_kwargs=True
-            )
-            handles += [
-                before,
-                model.register_forward_hook(self._after, always_call=True),
-            ]
-        with handles, without_optimizer_steps():
-            yield
-
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
-            return
-        self.num_forwards += 1
-        if self.num_forwards > len(self._forwards):
-            self.is_given_alike = False
-            return
-        kept = self._forwards[self.num_forwards - 1]
-        with no_dispatch():
-            now, then = (
-                tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)
-            )
-            is_alike = len(now) == len(then) and all(map(_is_same, now, then))
-        self.is_given_alike &= is_alike and not kept.ambient.random.drawn()
-
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-
-    def on_output(self, call: Call, output: Any) -> None:
-        """Compares the loss."""
-        if call.function is not self._call.function:
-            self._forget()  # a call that was made before those lines
-            return
-        self.is_given_alike &= self.num_forwards == len(self._forwards)
-        if self._loss is None:
-            self.has_same_graph = True
-        elif isinstance(output, torch.Tensor):
-            self.has_same_graph = has_compiled() or _is_same_graph(output, self._loss)
-            with no_dispatch():
-                self.has_same_loss = _is_same(output, self._loss)
-
-
-@contextlib.contextmanager
-def without_optimizer_steps() -> Iterator[None]:
-    """Raises UncertainError where an optimizer is about to step within."""
-
-    def refuse(optimizer: object, args: object, kwargs: object) -> None:
-        raise UncertainError("the lines make a step")
-
-    with register_optimizer_step_pre_hook(refuse):
-        yield
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other or one.shape != other.shape or one.dtype != other.dtype:
-        return one is other
-    one, other = one.detach(), other.detach()
-    if not is_float(one):
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=_RTOL, atol=0.0, equal_nan=True)
-
-
-def _is_same_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors were computed by the same nodes, of the same parameters."""
-    waiting: list[tuple[Any, Any]] = [(one.grad_fn, other.grad_fn)]
-    seen: dict[Any, Any] = {}
-    while waiting and len(seen) < _MOST_NODES:
-        a, b = waiting.pop()
-        if a is None or b is None or a in seen:
-            if a is not b and seen.get(a) is not b:
-                return False
-            continue
-        seen[a] = b
-        own, others = a.next_functions, b.next_functions
-        of = getattr(a, "variable", None)
-        is_same_leaf = of is getattr(b, "variable", None)  # or a tensor made anew
-        is_alike = [i for _, i in own] == [
-            i for _, i in others
-        ] and a.name() == b.name()
-        if not is_alike or not (is_same_leaf or not isinstance(of, nn.Parameter)):
-            return False
-        waiting += [(x, y) for (x, _), (y, _) in zip(own, others, strict=True)]
-    return not waiting
 
 
 # The lines between backward and the optimizer's step.
