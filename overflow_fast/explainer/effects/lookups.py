@@ -100,7 +100,7 @@ class _Places:
 
     @functools.cached_property
     def may_loop(self) -> bool:
-        """See `may_loop()`."""
+        """True if it may run on without a call, as in `while not done: pass`."""
         code = self._code
         return is_of_program(code.co_filename) or not _LOOPS.isdisjoint(
             code.co_code[::2]
@@ -108,7 +108,12 @@ class _Places:
 
     @functools.cached_property
     def unseen(self) -> tuple[int, ...]:
-        """See `places_in()`."""
+        """The offsets where it may wait, or take from an iterator, unseen.
+
+        Libraries' code takes from iterators of its own: there, only waits count. What
+        torch waits for is its own, too: nothing is told of `with` what a call has
+        returned.
+        """
         file = self._code.co_filename
         is_programs, is_torchs = is_of_program(file), not is_of_user(file)
         if not is_programs and _WITH_CODES.isdisjoint(self._code.co_code[::2]):
@@ -168,27 +173,14 @@ class _Places:
 _known: dict[int, _Places] = {}
 
 
-def _places_of(code: types.CodeType) -> _Places:
+def places_of(code: types.CodeType) -> _Places:
+    """What is known of the instructions of a code."""
     found = _known.get(id(code))
     if found is None:
         if len(_known) >= _MOST_CODES:
             _known.clear()
         found = _known[id(code)] = _Places(code)
     return found
-
-
-def may_loop(code: types.CodeType) -> bool:
-    """True for code that may run on without a call, as in `while not done: pass`."""
-    return _places_of(code).may_loop
-
-
-def places_in(code: types.CodeType) -> tuple[int, ...]:
-    """The offsets where a code may wait, or take from an iterator, unseen.
-
-    Libraries' code takes from iterators of its own: there, only waits count. What torch
-    waits for is its own, too: nothing is told of `with` what a call has returned.
-    """
-    return _places_of(code).unseen
 
 
 def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
@@ -230,7 +222,7 @@ def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
 
 def _at(frame: types.FrameType) -> tuple[_Places, int]:
     """The instruction that a frame has come to."""
-    places = _places_of(frame.f_code)
+    places = places_of(frame.f_code)
     return places, places.indices.get(frame.f_lasti, 0)
 
 
