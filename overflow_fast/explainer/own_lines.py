@@ -146,7 +146,8 @@ def _losses(around: ast.AST) -> list[ast.expr]:
     calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
     for call in sorted(calls, key=lambda each: each.lineno):
         if getattr(call.func, "attr", "") in _BACKWARDS:
-            of = call.args[0] if call.args else call.func.value  # type: ignore[attr-defined]
+            func: Any = call.func
+            of: Any = call.args[0] if call.args else func.value
             is_scaled = isinstance(of, ast.Call) and len(of.args) == 1
             if is_scaled and getattr(of.func, "attr", "") == "scale":  # GradScaler's
                 of = of.args[0]
