@@ -11,7 +11,7 @@
    `ReplayResult`: outputs, losses, gradients, which of them are bad. Each run begins
    and ends with the state of the step (`snapshot.py`) and ends before its first effect
    (`effects/`). Several ranks run it together, and one of them leads
-   (`replay_ranks.py`).
+   (`replay_ranks.py`). The first run is compared with the step (`replay_check.py`).
 4. A run that is traced has an `OpTable` (`op_table.py`), too: each operation is an
    `OpCall` (`op_call.py`) with its module, its lines (`users_lines.py`), the torch call
    that it is of (`torch_calls.py`), and what it was given, as it was then
