@@ -11,7 +11,7 @@
    `ReplayResult`: outputs, losses, gradients, which of them are bad. Each run begins
    and ends with the state of the step (`snapshot.py`) and ends before its first effect
    (`effects/`). Several ranks run it together, and one of them leads
-   (`replay_ranks.py`).
+   (`replay_ranks.py`). The first run is compared with the step (`replay_check.py`).
 4. A run that is traced has an `OpTable` (`op_table.py`), too: each operation is an
    `OpCall` (`op_call.py`) with its module, its lines (`users_lines.py`), the torch call
    that it is of (`torch_calls.py`), and what it was given, as it was then
@@ -36,7 +36,9 @@
     first line, `answer.py` the rows below, `op_words.py` an operation, `notes.py` what
     was left open. A row has of a sentence what the first line leaves (`parted()`).
 
-A sentence stands here only where it is said of numbers that no field holds, beside what
-measures them: of a leaf, a growth, a sentinel, the domain of an operation, news; and
-the texts of remedies, each in its row. Texts of questions are for readers of the tree.
+Sentences that depend on numbers which no field holds stand beside what measures them:
+of a leaf, a growth, a sentinel, the domain of an operation, news. So do notes of one
+file alone, as on what was tried (`attempts.py`, `trials.py`) or is hidden
+(`hidden.py`), and the texts of remedies, each in its row. Texts of questions are for
+readers of the tree.
 """

@@ -18,8 +18,9 @@ from ..torch_internals.compiler import has_compiled
 from .calls import Call
 from .long_explanation import LongExplanation
 from .past_steps import PastSteps
+from .replay_check import ReplayCheck
 from .replay_ranks import RankCoordinator
-from .replayer import ReplayCheck, Replayer, Tail
+from .replayer import Replayer, Tail
 
 
 @dataclass

@@ -116,7 +116,8 @@ def _by_other_views(
         ranks: The ranks.
     """
     asks = not stopped and _asks_for_loss(found, step.calls)
-    if not (stopped or asks or notes.BEHIND.intersection(found.notes)):
+    is_behind = not notes.BEHIND.keys().isdisjoint(found.notes)
+    if not (stopped or asks or is_behind):
         return found
     from . import views  # with the program's own lines, which few steps need
 

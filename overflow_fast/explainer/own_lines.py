@@ -4,8 +4,9 @@ Where no `guard.run()` names the loss, the statements that computed what `backwa
 was called on become a function, which is replayed as one given to `guard.run()` is.
 Which statements these are is a guess, by the names that they write and read. Whether
 they are the step is not reasoned about, but seen: they give the models the same inputs
-in the same random states, and come to the same loss by the same graph. Else they count
-for nothing.
+in the same random states, and come to the same loss by the same graph. Of a loss that
+no variable holds, as in `loss_of(output).backward()`, the gradients that the models'
+modules are given are the same instead. Else they count for nothing.
 
 Where all gradients are non-finite, and a replayed backward leaves finite ones, code
 between backward and the optimizer's step has written to them: clipping by a norm,
@@ -28,47 +29,39 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..base.modules import Handles, modules_in
+from ..base.modules import modules_in
 from ..base.text import is_of_program
-from ..base.tree import CALL_DEPTH, find, tensors_in
+from ..base.tree import find
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.held_function import data_in
-from ..torch_internals.compiler import has_compiled
 from ..torch_internals.registry import stack
-from ..torch_internals.replaying import no_dispatch
 from .ambient import with_autocast_of_now
 from .calls import Call, Captured, ModelCall
-from .replayer import Observer
+from .replay_check import SameStep, UncertainError, without_optimizer_steps
 from .syntax import code_of, module_of
-from .tensor_kinds import floats_in, is_float, kinds_of
+from .tensor_kinds import floats_in, kinds_of
 from .users_lines import Site, note_made_of_lines, source_lines
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 _BACKWARDS = {"backward", "manual_backward"}  # of tensors, Accelerate, Lightning
+_UNNAMED = "the_loss"  # a variable for a loss that has none
 _FORBIDDEN = (ast.Global, ast.Nonlocal)  # what they assign is the program's
 # What writes to gradients alone, which no loss reads; a replay begins without them.
 _OF_GRADIENTS = {"clip_grad_norm_", "clip_grad_value_", "unscale_"}
-_MOST_FRAMES, _MOST_NODES = 64, 100_000  # chosen, not measured
+_MOST_FRAMES = 64  # chosen, not measured
 _MOST_CODE = 200  # characters of a line that advice writes out
 _MOST_VALUES = 256  # of an object that may lead to a model
-_RTOL = 1e-3  # of a loss whose kernels are not deterministic
 _OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 _DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
 _INDIRECT = (
     "The loss is computed at {place}: `{name} = {code}`. Call the model and that line "
     "in one function, and that by `{name} = guard.run(function)`."
 )
-
-
-class UncertainError(Exception):
-    """Raised where lines cannot be run as they ran in the step."""
 
 
 # The running code, and what is written in it.
@@ -147,17 +140,19 @@ def _writes(
     return found
 
 
-def _losses(around: ast.AST) -> list[ast.Name]:
-    """The variables that backward is called on, or with, in the order of lines."""
-    found = list[Any]()
+def _losses(around: ast.AST) -> list[ast.expr]:
+    """The expressions that backward is called on, or with, in the order of lines."""
+    found = list[ast.expr]()
     calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
     for call in sorted(calls, key=lambda each: each.lineno):
         if getattr(call.func, "attr", "") in _BACKWARDS:
-            of = call.func.value  # type: ignore[attr-defined]
-            of = of.args[0] if isinstance(of, ast.Call) and len(of.args) == 1 else of
-            is_own = isinstance(of, ast.Name) and not call.args
-            found += [of] if is_own else call.args[:1]
-    return [each for each in found if isinstance(each, ast.Name)]
+            func: Any = call.func
+            of: Any = call.args[0] if call.args else func.value
+            is_scaled = isinstance(of, ast.Call) and len(of.args) == 1
+            if is_scaled and getattr(of.func, "attr", "") == "scale":  # GradScaler's
+                of = of.args[0]
+            found.append(of)
+    return found
 
 
 @dataclass(frozen=True)
@@ -169,24 +164,34 @@ class LossLine:
         variables: Its local variables, as they are now.
         source: The text of its file.
         around: Its function in that text, or the whole file.
-        backward: The variable where backward is called on it.
+        backward: What backward is called on: a variable, or another expression.
     """
 
     frame: FrameType
     variables: Mapping[str, Any]
     source: str
     around: ast.AST
-    backward: ast.Name
+    backward: ast.expr
+
+    @property
+    def is_held(self) -> bool:
+        """True if a variable has the loss."""
+        return isinstance(self.backward, ast.Name)
+
+    @property
+    def name(self) -> str:
+        """The variable of the loss."""
+        return self.backward.id if isinstance(self.backward, ast.Name) else _UNNAMED
 
     @property
     def others(self) -> set[str]:
-        """The other variables that the function calls backward on."""
-        return {each.id for each in _losses(self.around)} - {self.backward.id}
+        """The other expressions that the function calls backward on."""
+        return set(map(ast.dump, _losses(self.around))) - {ast.dump(self.backward)}
 
     @property
     def assignment(self) -> ast.Assign | None:
         """The one assignment to it that does not go on from its value, or None."""
-        own = self.backward.id
+        own = self.name
         found = [n for n in _own_statements(self.around) if own in _targets(n)]
         first = [n for n in found if own not in _names(n, ast.Load)]
         is_plain = all(
@@ -219,17 +224,19 @@ def find_loss_line() -> LossLine | None:
     """Finds the line that computed the loss, or returns None. Calls no program code."""
     loss: Any = None
     for frame, source, around in running_code():
+        of: ast.expr | None
         if loss is None:
             before = [n for n in _losses(around) if n.lineno <= frame.f_lineno]
-            name = before[-1] if before else None
+            of = before[-1] if before else None
         else:
-            name = _given_in(around, frame, loss)
-        if name is None:
+            of = _given_in(around, frame, loss)
+        if of is None:
             continue
-        variables = variables_of(frame)
-        if any(name.id in _targets(each) for each in _own_statements(around)):
-            return LossLine(frame, variables, source, around, name)
-        loss = variables.get(name.id)  # an argument: its caller computed it
+        line = LossLine(frame, variables_of(frame), source, around, of)
+        is_assigned = (line.name in _targets(each) for each in _own_statements(around))
+        if not line.is_held or any(is_assigned):
+            return line
+        loss = line.variables.get(line.name)  # an argument: its caller computed it
     return None
 
 
@@ -258,7 +265,7 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
     held = {e for v in values if isinstance(v, nn.Module) for e in modules_in(v)}
     form = _DIRECT if held & set(models) else _INDIRECT
     place = Site(line.frame.f_code, assigned.lineno, 0).text
-    return form.format(name=line.backward.id, code=code, place=place)
+    return form.format(name=line.name, code=code, place=place)
 
 
 def _value(node: ast.AST, around: Mapping[str, Any]) -> Any:
@@ -273,15 +280,15 @@ def _value(node: ast.AST, around: Mapping[str, Any]) -> Any:
 # The statements that compute the loss, as a function.
 
 
-def _blocks_to(around: ast.AST, name: ast.Name) -> list[tuple[Any, list[Any], int]]:
-    """The blocks around a name, the outermost first, each with its place in them."""
+def _blocks_to(around: ast.AST, of: ast.expr) -> list[tuple[Any, list[Any], int]]:
+    """The blocks around a node, the outermost first, each with its place in them."""
     found: list[tuple[Any, list[Any], int]] = []
     owner: ast.AST | None = around
     while owner is not None:
         inner = None
         for _, value in ast.iter_fields(owner):
             for place, each in enumerate(value if isinstance(value, list) else []):
-                if isinstance(each, _BLOCKS) and name in ast.walk(each):
+                if isinstance(each, _BLOCKS) and of in ast.walk(each):
                     found.append((owner, value, place))
                     inner = each
         owner = inner
@@ -334,9 +341,11 @@ def _is_bad(value: Any) -> bool:
 def _statements_of(line: LossLine) -> list[ast.stmt]:
     """The statements that computed the loss, in order."""
     body: list[ast.stmt] = []
-    wanted, now = {line.backward.id}, line.frame.f_lineno
+    wanted, now = {line.name}, line.frame.f_lineno
+    last = [] if line.is_held else [_assigned(line.backward)]
     for owner, block, place in reversed(_blocks_to(line.around, line.backward)):
-        body = _picked(block[:place], wanted, line.variables.get) + body
+        body = _picked([*block[:place], *last], wanted, line.variables.get) + body
+        last = []
         if isinstance(owner, (ast.With, ast.AsyncWith)) and not _is_within(now, owner):
             body = [_with(owner, body)] if body else []
         if isinstance(owner, _REPEATED):
@@ -345,6 +354,12 @@ def _statements_of(line: LossLine) -> list[ast.stmt]:
     if not body or any(isinstance(n, _FORBIDDEN) for n in nodes):
         raise UncertainError("the loss is assigned elsewhere")
     return body
+
+
+def _assigned(loss: ast.expr) -> ast.stmt:
+    """The statement that gives the value of an expression to the loss's variable."""
+    assigned = ast.Assign([ast.Name(_UNNAMED, ast.Store())], loss)
+    return ast.fix_missing_locations(ast.copy_location(assigned, loss))
 
 
 def _held_by(body: Sequence[ast.stmt], line: LossLine) -> list[str]:
@@ -376,9 +391,7 @@ def _function_of(line: LossLine, body: Sequence[ast.stmt]) -> Callable[[], Any]:
     if line.frame.f_code.co_name != (own or "<module>"):
         raise UncertainError("the file is not the code that runs")
     names = _held_by(body, line) if own else []
-    text = (
-        f"def outer({', '.join(names)}):\n def inner():\n  return {line.backward.id}\n"
-    )
+    text = f"def outer({', '.join(names)}):\n def inner():\n  return {line.name}\n"
     made: Any = module_of(f"{text} return inner")
     for node in ast.walk(made):
         ast.copy_location(node, body[-1])
@@ -400,20 +413,22 @@ class LossCall:
         calls: The calls before those that the lines make, and that of the lines.
         check: Sees whether a replay of them is the step.
         place: The file and the number of the last of the lines.
+        is_held: A variable has the loss of the step.
         is_only_loss: No other loss can be seen in the function.
     """
 
     def __init__(
         self, line: LossLine, models: Mapping[str, nn.Module], calls: Sequence[Call]
     ) -> None:
-        self._loss: Any = line.variables.get(line.backward.id)
+        self._loss: Any = line.variables.get(line.name) if line.is_held else None
         self._forwards = [each for each in calls if isinstance(each, ModelCall)]
-        if not _is_followed(self._loss) or len(self._forwards) != len(calls):
+        is_gone = line.is_held and not _is_followed(self._loss)
+        if is_gone or len(self._forwards) != len(calls):
             raise UncertainError("the loss is not held, or another function was kept")
         body = _statements_of(line)
         last = max(each.end_lineno or 0 for each in body)
         self.place = Site(line.frame.f_code, last, 0).text
-        self.is_only_loss = not line.others
+        self.is_held, self.is_only_loss = line.is_held, not line.others
         self._captured = Captured(_function_of(line, body))
         self._models = models
         self._begin(0)
@@ -436,117 +451,6 @@ class LossCall:
             return False
         self._begin(num_before)
         return True
-
-
-class SameStep(Observer):
-    """Compares the forwards and the loss of a replay with those of the step.
-
-    Attributes:
-        num_forwards: How many forwards it has made.
-        is_given_alike: They are the step's, with the same inputs and random states.
-        has_same_graph: The loss was computed by the same operations of autograd.
-        has_same_loss: The loss is the same.
-    """
-
-    def __init__(
-        self, call: Call, forwards: Sequence[ModelCall], loss: torch.Tensor
-    ) -> None:
-        self._call, self._forwards, self._loss = call, forwards, loss
-        self._forget()
-
-    def _forget(self) -> None:
-        self.num_forwards = self._depth = 0
-        self.is_given_alike = True
-        self.has_same_graph = self.has_same_loss = False
-
-    @contextlib.contextmanager
-    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Sees the outermost forwards, and keeps optimizers from stepping."""
-        self._forget()
-        handles = Handles()
-        for model in models.values():
-            before = model.register_forward_pre_hook(
-                self._before, prepend=True, with_kwargs=True
-            )
-            handles += [
-                before,
-                model.register_forward_hook(self._after, always_call=True),
-            ]
-        with handles, without_optimizer_steps():
-            yield
-
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        self._depth += 1
-        if self._depth > 1 or not torch.is_grad_enabled():
-            return
-        self.num_forwards += 1
-        if self.num_forwards > len(self._forwards):
-            self.is_given_alike = False
-            return
-        kept = self._forwards[self.num_forwards - 1]
-        with no_dispatch():
-            now, then = (
-                tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)
-            )
-            is_alike = len(now) == len(then) and all(map(_is_same, now, then))
-        self.is_given_alike &= is_alike and not kept.ambient.random.drawn()
-
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
-        self._depth -= 1
-
-    def on_output(self, call: Call, output: Any) -> None:
-        """Compares the loss."""
-        if call.function is not self._call.function:
-            self._forget()  # a call that was made before those lines
-            return
-        self.is_given_alike &= self.num_forwards == len(self._forwards)
-        if isinstance(output, torch.Tensor):
-            self.has_same_graph = has_compiled() or _is_same_graph(output, self._loss)
-            with no_dispatch():
-                self.has_same_loss = _is_same(output, self._loss)
-
-
-@contextlib.contextmanager
-def without_optimizer_steps() -> Iterator[None]:
-    """Raises UncertainError where an optimizer is about to step within."""
-
-    def refuse(optimizer: object, args: object, kwargs: object) -> None:
-        raise UncertainError("the lines make a step")
-
-    with register_optimizer_step_pre_hook(refuse):
-        yield
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other or one.shape != other.shape or one.dtype != other.dtype:
-        return one is other
-    one, other = one.detach(), other.detach()
-    if not is_float(one):
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=_RTOL, atol=0.0, equal_nan=True)
-
-
-def _is_same_graph(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if two tensors were computed by the same nodes, of the same parameters."""
-    waiting: list[tuple[Any, Any]] = [(one.grad_fn, other.grad_fn)]
-    seen: dict[Any, Any] = {}
-    while waiting and len(seen) < _MOST_NODES:
-        a, b = waiting.pop()
-        if a is None or b is None or a in seen:
-            if a is not b and seen.get(a) is not b:
-                return False
-            continue
-        seen[a] = b
-        own, others = a.next_functions, b.next_functions
-        of = getattr(a, "variable", None)
-        is_same_leaf = of is getattr(b, "variable", None)  # or a tensor made anew
-        is_alike = [i for _, i in own] == [
-            i for _, i in others
-        ] and a.name() == b.name()
-        if not is_alike or not (is_same_leaf or not isinstance(of, nn.Parameter)):
-            return False
-        waiting += [(x, y) for (x, _), (y, _) in zip(own, others, strict=True)]
-    return not waiting
 
 
 # The lines between backward and the optimizer's step.

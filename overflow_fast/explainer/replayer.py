@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -30,15 +30,9 @@ from ..base.modules import (
     named_parameters,
     without_reduction,
 )
-from ..base.types import TensorPath
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
-from ..guard.record.columns import unpacked
-from ..guard.record.record_lines import EXTREMES
 from ..guard.undo.restore_point import RestorePoint
-from ..guard.verdict.bad_frames import collect
-from ..guard.verdict.entry_headroom import path_of
-from ..guard.watching.watch import ModelWatch
 from ..torch_internals.replaying import no_dispatch, uncompiled_calls
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
@@ -711,167 +705,3 @@ def patched_calls(calls: Sequence[Call], patches: Sequence[Patch]) -> list[Call]
     for patch in patches:
         calls = patch.calls(calls)
     return list(calls)
-
-
-# Compares a run with the step itself: the first value that differs.
-
-
-class Extremes(NamedTuple):
-    """The extremes of an entry in a step, named as the columns of a row are.
-
-    Attributes:
-        num_tensors: How many tensors they are of.
-        abs_min: The smallest magnitude; nan where there is a nan.
-        abs_max: The largest magnitude; nan where there is a nan.
-        num_nan: The number of nans.
-        num_inf: The number of infs.
-    """
-
-    num_tensors: int
-    abs_min: float
-    abs_max: float
-    num_nan: int
-    num_inf: int
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first entry, in execution order, whose extremes differ.
-
-    Attributes:
-        path: Where it is.
-        step: Its extremes in the step.
-        replay: Those in the replay.
-    """
-
-    path: TensorPath
-    step: Extremes
-    replay: Extremes
-
-    def __str__(self) -> str:
-        """The difference as a clause."""
-        return f"{self.path.of_module()} is the first that differs: {self._what()}"
-
-    def _what(self) -> str:
-        step, replay = self.step, self.replay
-        for kind in ("nan", "inf"):
-            numbers = (getattr(step, f"num_{kind}"), getattr(replay, f"num_{kind}"))
-            if numbers[0] != numbers[1]:
-                return f"{numbers[0]} {kind} in the step, {numbers[1]} in the replay"
-        extreme = "smallest" if step.abs_max == replay.abs_max else "largest"
-        name = "abs_min" if extreme == "smallest" else "abs_max"
-        values = _apart(getattr(step, name), getattr(replay, name))
-        return f"{extreme} magnitude {values[0]} in the step, {values[1]} in the replay"
-
-
-def _apart(one: float, other: float) -> tuple[str, str]:
-    """Writes two numbers with as many digits as tell them apart."""
-    for digits in (3, 6, 9, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
-
-
-_Key = tuple[TensorPath, str]  # and the dtype
-
-
-class ReplayCheck(Observer):
-    """Watches a replay as the step was watched, and compares their extremes.
-
-    Calls are compared, and the gradients of their outputs. Gradients of parameters are
-    not: what clips, unscales and reduces them runs after what is replayed.
-
-    Args:
-        watches: The watches of the step, whose recorders note their rows.
-        make_watches: Makes watches alike.
-    """
-
-    def __init__(
-        self,
-        watches: Sequence[ModelWatch],
-        make_watches: Callable[[], list[ModelWatch]],
-    ) -> None:
-        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
-        self._replay = {kind: dict[_Key, Extremes]() for kind in _KINDS}
-        self._make_watches = make_watches
-
-    @contextmanager
-    def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Watches what runs within. Its own errors leave it without a comparison."""
-        watches = self._attached()
-        try:
-            yield
-        finally:
-            with contextlib.suppress(Exception):
-                for watch in watches:
-                    watch.frames.send()
-                    watch.frames.receive(is_lagged=False)
-                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
-                collect(watches)  # what was bad, and held for evidence, is let go
-                for watch in watches:
-                    watch.end_judgement(is_lagged=False)
-            for watch in watches:
-                watch.detach()
-
-    def _attached(self) -> list[ModelWatch]:
-        if not any(self._step.values()):
-            return []
-        watches = []
-        with contextlib.suppress(Exception):
-            watches = self._make_watches()
-            for watch in watches:
-                watch.recorder.note_row()
-                watch.attach()
-        return watches
-
-    def difference(self) -> Difference | None:
-        """The first value that differs from the step's, in execution order."""
-        forward = self._differing(_C.FrameKind.FORWARD)
-        if any(forward):
-            return next(filter(None, forward))
-        backward = self._differing(_C.FrameKind.BACKWARD)
-        # If the first differs, so may what the two backwards began with.
-        is_given_alike = bool(backward) and backward[0] is None
-        return next(filter(None, backward), None) if is_given_alike else None
-
-    def _differing(self, kind: _C.FrameKind) -> list[Difference | None]:
-        """For each entry of both: how it differs, or None."""
-        step = self._step[kind]
-        return [
-            None
-            if _are_same(step[key], stats)
-            else Difference(key[0], step[key], stats)
-            for key, stats in self._replay[kind].items()
-            if key in step and step[key].num_tensors == stats.num_tensors
-        ]
-
-
-_KINDS = (_C.FrameKind.FORWARD, _C.FrameKind.BACKWARD)
-
-
-def _stats_of(
-    watches: Sequence[ModelWatch], kind: _C.FrameKind
-) -> dict[_Key, Extremes]:
-    """The extremes that recorders have noted, by their place, in execution order."""
-    found = {}
-    for watch in watches:
-        row = watch.recorder.running_row()
-        columns = watch.recorder.row_columns(0)[: row.num_entries]
-        for column, stats in zip(columns, _rows(row), strict=True):
-            if column.place.kind == kind and stats.num_tensors:
-                found[path_of(watch, column.place), column.dtype] = stats
-    return found
-
-
-def _rows(row: _C.StepRow) -> Iterator[Extremes]:
-    columns: list[Any] = [
-        unpacked(getattr(row, name), row.num_entries, name not in EXTREMES)
-        for name in Extremes._fields
-    ]
-    return map(Extremes, *columns)
-
-
-def _are_same(one: Extremes, other: Extremes) -> bool:
-    pairs = zip(one, other, strict=True)
-    return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs)

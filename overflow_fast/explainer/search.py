@@ -31,8 +31,9 @@ from .op_call import OpCall
 from .remedies.attempts import find_remedies
 from .remedies.patches import ScaledWeights
 from .remedies.trials import Failure, loss_of, seconds_for
+from .replay_check import Difference, ReplayCheck
 from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
-from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
+from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
 from .spent_time import SpentTime

@@ -37,8 +37,9 @@ from .calls import Call, ModelCall, batch_size, made_again
 from .explain import investigate
 from .named_tensors import state_by_name
 from .past_steps import past_steps_of
+from .replay_check import ReplayCheck
 from .replay_ranks import NotJoined, RankCoordinator, StoreChannel
-from .replayer import Observer, ReplayCheck, Replayer, StepPart
+from .replayer import Observer, Replayer, StepPart
 from .tensor_kinds import summary_of
 
 

@@ -102,22 +102,22 @@ def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
 def _is_same(step: BadStep, loss_call: LossCall) -> bool:
     """Replays the lines; True if that was the step."""
     replayer = replace(step, calls=loss_call.calls).replayer()
-    check = loss_call.check
-    observers: list[Observer] = [check]
-    if step.replay_check is not None:
-        observers.append(step.replay_check)
+    check, own = loss_call.check, step.replay_check
+    observers: list[Observer] = [check, *([] if own is None else [own])]
     with replayer:
         last = len(loss_call.calls) - 1 if has_compiled() else -1
         part = StepPart(traced=last)  # compiled code runs without hooks
+        if not loss_call.is_held:  # its gradients are compared
+            part = StepPart(is_whole=True)
         result = replayer.run(part, observers=observers)
         changed = replayer.state.changed_around()
     is_alike = check.is_given_alike and check.has_same_graph
     if result.error is not None or changed or not is_alike:
         return False
-    if check.has_same_loss:
-        return True
-    is_other = step.replay_check is not None and step.replay_check.difference()
-    return bool(is_other) and bool(step.calls)
+    if not loss_call.is_held:
+        return own is not None and own.has_same_gradients()
+    is_other = own is not None and own.difference()
+    return check.has_same_loss or (bool(is_other) and bool(step.calls))
 
 
 def explain_behind(step: BadStep, found: Explanation) -> Explanation:
@@ -130,7 +130,7 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
     Returns:
         The explanation with them, where they are it; else what was found.
     """
-    if not notes.BEHIND.intersection(found.notes):
+    if notes.BEHIND.keys().isdisjoint(found.notes):
         return found
     num_before = step.num_forwards
     with contextlib.suppress(Exception):
@@ -138,8 +138,8 @@ def explain_behind(step: BadStep, found: Explanation) -> Explanation:
         own = None if code is None else _with_tail(step, code)
         if own is not None:
             return own
-    if step.num_forwards > num_before and notes.ALL_BAD in found.notes:
-        found.notes[found.notes.index(notes.ALL_BAD)] = notes.NOT_BEHIND
+    if step.num_forwards > num_before:
+        found.notes = [notes.BEHIND.get(each, each) for each in found.notes]
     return found
 
 

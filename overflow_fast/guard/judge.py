@@ -156,18 +156,15 @@ class Judge:
         Returns:
             What was agreed, and whether a rank was lost.
         """
-        again = unit.again or self._explaining
         if not unit.is_together:
-            wishes, seen = self._wishes(unit), unit
-            if unit.frames and self._looks(again, unit, self.verdict_on(unit)):
-                seen = again.look_again(unit)
+            wishes, seen = self._wishes(unit), self._in_full(unit)
             report = self._report_on(seen) if unit.is_bad else None
             return Agreed(report, is_own=True, wishes=wishes), False
         self.num_agreed += 1
         begin, self._num_frames = self._num_frames, _C.Recorder.num_frames()
         agreed = self._agree(unit, begin)
         found = agreed.report
-        if found is None or not self._looks(again, unit, found.verdict):
+        if found is None or not self._looks_again(unit, found.verdict):
             return agreed, False
         frames = _C.Recorder.num_frames()
         seen, note, is_broken = self._explaining.look_together(unit, agreed)
@@ -180,12 +177,20 @@ class Judge:
             return agreed, False
         return full, False
 
-    @staticmethod
-    def _looks(again: RunsAgain, unit: Unit, verdict: Verdict) -> bool:
+    def _again(self, unit: Unit) -> RunsAgain:
+        """The way to run a unit again."""
+        return unit.again or self._explaining
+
+    def _in_full(self, unit: Unit) -> Unit:
+        """A bad unit as a full watch sees it, where it is run again for that."""
+        is_looked_at = unit.frames and self._looks_again(unit, self.verdict_on(unit))
+        return self._again(unit).look_again(unit) if is_looked_at else unit
+
+    def _looks_again(self, unit: Unit, verdict: Verdict) -> bool:
         """True if a bad tensor is to be looked for again, which may be met again."""
         can_be_found = not (is_of_flag(verdict) or is_unseen(verdict))
         is_run_again = unit.has_room and verdict.origin.source != "update"
-        return again.looks_again and is_run_again and can_be_found
+        return self._again(unit).looks_again and is_run_again and can_be_found
 
     def _agree(self, unit: Unit, begin: int) -> Agreed:
         """Agrees on the report of the rank that found the first bad value.
@@ -284,7 +289,7 @@ class Judge:
                 agreed, unit.kind.moment
             )
             return is_broken
-        again = unit.again or self._explaining
+        again = self._again(unit)
         if not again.is_off:
             report.explanation = again.explain(unit, report.verdict, self._ends(unit))
         return False
@@ -296,12 +301,9 @@ class Judge:
             unit: The unit.
             report: Its report, which has the explanation from then on.
         """
-        again = unit.again or self._explaining
-        seen, verdict = unit, self.verdict_on(unit)
-        if self._looks(again, unit, verdict):
-            seen = again.look_again(unit)
-            verdict = self.verdict_on(seen)
-        report.explanation = again.explain(seen, verdict, ends=False)
+        seen = self._in_full(unit)
+        verdict = self.verdict_on(seen)
+        report.explanation = self._again(unit).explain(seen, verdict, ends=False)
         report.verdict = verdict
         report.notes += [note for note in seen.notes if note not in report.notes]
         unit.noted(report)

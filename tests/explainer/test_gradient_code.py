@@ -279,6 +279,26 @@ def spoil(model, norms, left=[2]):
     as_kept(found.notes)
 
 
+def test_lines_that_do_not_explain_it_are_not_said_to_be_left_out(tmp_path, as_kept):
+    """A gradient is struck once in backward; the lines behind that are finite."""
+    strike = """
+def strike(gradient, left=[2]):
+    left[0] -= 1
+    return gradient * float("nan") if left[0] == 0 else gradient
+
+def clip(parameters):
+    nn.utils.clip_grad_value_(parameters, 1.0)
+"""
+    text = loop("clip(model.parameters())").replace(CLIP, strike)
+    text = text.replace(
+        "    for step", "    model[0].bias.register_hook(strike)\n    for step"
+    )
+    report, _, _, _ = report_of(text, tmp_path)
+    found = report.explanation
+    assert found.cause == "not reproducible" and not found.is_transient
+    as_kept(found.notes[0])
+
+
 def test_gradients_are_as_they_were(tmp_path):
     report, _, _, model = report_of(loop("clip(model.parameters())"), tmp_path)
     assert report.explanation.phase == "optimizer"

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer import views
-from overflow_fast.explainer.own_lines import UncertainError
+from overflow_fast.explainer.replay_check import UncertainError
 
 
 @pytest.fixture(autouse=True)

@@ -165,10 +165,24 @@ def of_a_function_that_is_called_loss(t, x):
     t.optimizer.step()
 
 
+def in_no_variable(t, x):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    scaler.scale(t.negative_logarithm(t.model(x))).backward()
+    t.optimizer.step()
+
+
+def of_an_output_that_has_a_variable(t, x):
+    """What the function is given is no loss."""
+    outputs = t.model(x)
+    t.negative_logarithm(outputs).backward()
+    t.optimizer.step()
+
+
 WAYS = [
     *(in_a_line, in_lines, under_contexts, added_up, of_a_tuple, in_a_branch, scaled),
     *(stepped_elsewhere, without_the_model, clipped, of_a_trainer),
     of_a_function_that_is_called_loss,
+    *(in_no_variable, of_an_output_that_has_a_variable),
 ]
 
 
@@ -410,6 +424,21 @@ def count(t, x):
     return t.negative_logarithm(t.model(x)) / t.num_called
 
 
+def other_by_now(t, x):
+    t.factor = torch.zeros(4)
+    divided(t, x).backward()
+    change(t)
+    t.optimizer.step()
+
+
+def divided(t, x):
+    return (t.model(x)[:, 0] / t.factor).mean()
+
+
+def change(t):
+    t.factor.copy_(torch.tensor([0.0, 1.0, 1.0, 1.0]))
+
+
 def left(t, x):
     factor = torch.zeros(())
     for each in range(2):
@@ -465,7 +494,7 @@ def take_of(t, batches):
 
 UNCERTAIN = [
     *(drawn_before_the_model, rebound, written_since, filled_since, counted, left),
-    *(with_a_step, read_of_an_iterator, taken, shared, attribute_since),
+    *(with_a_step, read_of_an_iterator, taken, shared, attribute_since, other_by_now),
 ]
 
 

@@ -39,7 +39,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast.explainer.effects.lookups import places_in
+from overflow_fast.explainer.effects.lookups import places_of
 from overflow_fast.explainer.effects.rule import EffectRule, StoppedError
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
@@ -456,7 +456,7 @@ def test_equal_codes_of_two_files_are_told_apart():
         found = {}
         exec(compile(text, file, "exec"), found)
         codes.append(found["f"].__code__)
-    library, own = (places_in(code, code.co_filename) for code in codes)
+    library, own = (places_of(code).unseen for code in codes)
     assert codes[0] == codes[1] and not library and own
 
 

@@ -106,6 +106,16 @@ FUNCTIONS = {
     **_functions_of(sys, "setprofile settrace", PROFILER),
     **_functions_of(sys.modules["_thread"], "start_new_thread start_new", THREAD),
 }
+# Of modules of C: how the methods of their objects are effects, and which of them; all
+# but harmless ones where none are named.
+METHODS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("sqlite3", "_sqlite3"), (DATABASE,)),
+    **dict.fromkeys(("_socket", "_ssl"), (SOCKET,)),
+    "select": (WAITS, "poll", "control"),
+    "_queue": (QUEUE, "get", "put", "get_nowait", "put_nowait"),
+    "mmap": (WRITES, "write", "write_byte", "flush", "resize", "move"),
+}
+HARMLESS_METHODS = ("fileno", "gettimeout", "getsockname", "getpeername")
 # The functions of the C library that do the same, and others with an effect.
 OF_LIBC = {each.__name__ for each in FUNCTIONS} | {
     *("fwrite", "fputs", "fputc", "puts", "putchar", "printf", "fprintf", "fflush"),

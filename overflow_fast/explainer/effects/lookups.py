@@ -84,10 +84,47 @@ class _Places:
     """The instructions of a code, and what is known of them once for all."""
 
     def __init__(self, code: types.CodeType) -> None:
-        self.own = list(dis.get_instructions(code))
-        self.indices = {each.offset: index for index, each in enumerate(self.own)}
+        self._code = code  # whose identity stays its own
         self._sources: dict[int, _Source] = {}
         self._calls: dict[int, _Call] = {}
+
+    @functools.cached_property
+    def own(self) -> list[dis.Instruction]:
+        """The instructions."""
+        return list(dis.get_instructions(self._code))
+
+    @functools.cached_property
+    def indices(self) -> dict[int, int]:
+        """Their places, by their offsets."""
+        return {each.offset: index for index, each in enumerate(self.own)}
+
+    @functools.cached_property
+    def may_loop(self) -> bool:
+        """True if it may run on without a call, as in `while not done: pass`."""
+        code = self._code
+        return is_of_program(code.co_filename) or not _LOOPS.isdisjoint(
+            code.co_code[::2]
+        )
+
+    @functools.cached_property
+    def unseen(self) -> tuple[int, ...]:
+        """The offsets where it may wait, or take from an iterator, unseen.
+
+        Libraries' code takes from iterators of its own: there, only waits count. What
+        torch waits for is its own, too: nothing is told of `with` what a call has
+        returned.
+        """
+        file = self._code.co_filename
+        is_programs, is_torchs = is_of_program(file), not is_of_user(file)
+        if not is_programs and _WITH_CODES.isdisjoint(self._code.co_code[::2]):
+            return ()
+        names = _WITH | _TAKES | _CALLS if is_programs else _WITH
+        return tuple(
+            each.offset
+            for index, each in enumerate(self.own)
+            if each.opname in names
+            if not (is_torchs and self.source_before(index).kind == "")
+        )
 
     def source_before(self, index: int) -> _Source:
         """The source of the value that is made last before an instruction."""
@@ -132,44 +169,18 @@ class _Places:
         return found
 
 
-@functools.lru_cache(_MOST_CODES)
-def _places_of(code: types.CodeType) -> _Places:
-    return _Places(code)
+# By the identities of codes: to compare two of them reads all their instructions.
+_known: dict[int, _Places] = {}
 
 
-@functools.lru_cache(_MOST_CODES)
-def may_loop(code: types.CodeType, file: str) -> bool:
-    """True for code that may run on without a call, as in `while not done: pass`.
-
-    Args:
-        code: The code.
-        file: Its file: codes of two files may be equal.
-    """
-    return is_of_program(file) or not _LOOPS.isdisjoint(code.co_code[::2])
-
-
-@functools.lru_cache(_MOST_CODES)
-def places_in(code: types.CodeType, file: str) -> tuple[int, ...]:
-    """The offsets where a code may wait, or take from an iterator, unseen.
-
-    Libraries' code takes from iterators of its own: there, only waits count. What torch
-    waits for is its own, too: nothing is told of `with` what a call has returned.
-
-    Args:
-        code: The code.
-        file: Its file: codes of two files may be equal.
-    """
-    is_programs = is_of_program(file)
-    if not is_programs and _WITH_CODES.isdisjoint(code.co_code[::2]):
-        return ()
-    names = _WITH | _TAKES | _CALLS if is_programs else _WITH
-    places, is_torchs = _places_of(code), not is_of_user(file)
-    return tuple(
-        each.offset
-        for index, each in enumerate(places.own)
-        if each.opname in names
-        if not (is_torchs and places.source_before(index).kind == "")
-    )
+def places_of(code: types.CodeType) -> _Places:
+    """What is known of the instructions of a code."""
+    found = _known.get(id(code))
+    if found is None:
+        if len(_known) >= _MOST_CODES:
+            _known.clear()
+        found = _known[id(code)] = _Places(code)
+    return found
 
 
 def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
@@ -211,7 +222,7 @@ def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
 
 def _at(frame: types.FrameType) -> tuple[_Places, int]:
     """The instruction that a frame has come to."""
-    places = _places_of(frame.f_code)
+    places = places_of(frame.f_code)
     return places, places.indices.get(frame.f_lasti, 0)
 
 

@@ -52,8 +52,7 @@ from .lookups import (
     first_argument,
     keyword,
     looked_at,
-    may_loop,
-    places_in,
+    places_of,
 )
 from .quiet import quiet, terminals
 
@@ -205,72 +204,51 @@ class _Policy:
 
     def asks_about(self, function: Any) -> bool:
         """True for a function of C that may be an effect, of whatever object."""
-        owner, name = function.__self__, function.__name__
-        if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
-            return True
-        if owner is None or isinstance(owner, types.ModuleType):
-            return function in kinds.FUNCTIONS or function in (builtins.next, print)
-        if isinstance(owner, io.IOBase):
-            return name in kinds.FILE_WRITES or name in kinds.FILE_READS
-        if isinstance(owner, kinds.LOCK_TYPES):
-            return name in (*kinds.ACQUIRES, *kinds.RELEASES)
-        kind = type(owner)
-        if kind.__module__ in ("sqlite3", "_sqlite3", "select", "_multiprocessing"):
-            return True
-        if kind in kinds.GENERATORS:
-            return name in ("send", "throw", "close")
-        if _is_pybinds(kind):
-            return function in _store_functions()
-        return isinstance(owner, socket.socket) or kind.__module__ in (
-            *("_socket", "_ssl", "_queue", "_csv", "mmap", "_io"),
-        )
+        return self._way_to_ask(function) is not None
 
     def on_function(self, frame: types.FrameType, function: Any) -> None:
         """Raises Effect where a function of C is one, called by a frame."""
-        words = self._words_of(frame, function)
+        words_of = self._way_to_ask(function)
+        words = "" if words_of is None else words_of(frame)
         if words:
             self._stop(frame, words)
 
-    def _words_of(self, frame: types.FrameType, function: Any) -> str:
+    def _way_to_ask(self, function: Any) -> Callable[[types.FrameType], str] | None:
+        """Returns what tells of a caller's frame which effect it is, or "".
+
+        None for a function that is none, whatever it is called with.
+        """
         owner, name = function.__self__, function.__name__
-        if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
-            if isinstance(owner, (pickle.Pickler, pickle.Unpickler)):
-                way = "write" if name in kinds.OTHER_WRITES else "read"
-                return self._words_of_bound(owner, way)
-            return self._words_of_given(frame, name)
-        if owner is None or isinstance(owner, types.ModuleType):
-            if function is builtins.next:
-                return self._words_of_next(frame)
-            if function is print:
-                return self._words_of_print(frame)
-            return kinds.FUNCTIONS[function]
-        if isinstance(owner, io.IOBase):
-            if id(owner) in self._own_terminals and name == "write":
-                return self._words_of_kept([owner])
-            return self._words_of_file(owner, name)
         kind = type(owner)
-        if isinstance(owner, kinds.LOCK_TYPES) or kind.__module__ == "_multiprocessing":
-            is_torchs = not is_of_user(frame.f_code.co_filename)
-            return self._words_of_lock(owner, name, is_torchs or _is_tried(frame))
-        if kind in kinds.GENERATORS:
-            return kinds.ITERATOR if self._was_there(owner) else ""
-        if kind.__module__ == "_queue":
-            is_taken = name in ("get", "put", "get_nowait", "put_nowait")
-            return kinds.QUEUE if is_taken else ""
-        if kind.__module__ == "_csv":
-            is_written = name in ("writerow", "writerows")
-            return self._words_of_bound(owner, "write") if is_written else ""
-        if kind.__module__ in ("sqlite3", "_sqlite3"):
-            return kinds.DATABASE
-        if kind.__module__ == "select":
-            return kinds.WAITS if name in ("poll", "control") else ""
-        if kind.__module__ == "mmap":
-            is_written = name in ("write", "write_byte", "flush", "resize", "move")
-            return kinds.WRITES if is_written else ""
-        if _is_pybinds(kind):
-            return kinds.STORE
-        is_harmless = name in ("fileno", "gettimeout", "getsockname", "getpeername")
-        return "" if is_harmless else kinds.SOCKET
+        if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
+            way = "write" if name in kinds.OTHER_WRITES else "read"
+            if isinstance(owner, (pickle.Pickler, pickle.Unpickler)):
+                return lambda frame: self._words_of_bound(owner, way)
+            return lambda frame: self._words_of_given(frame, way)
+        if function is builtins.next:
+            return self._words_of_next
+        if function is print:
+            return self._words_of_print
+        if (
+            isinstance(owner, io.IOBase)
+            and name in kinds.FILE_WRITES | kinds.FILE_READS
+        ):
+            return lambda frame: self._words_of_stream(owner, name)
+        is_lock = isinstance(owner, kinds.LOCK_TYPES)
+        is_lock |= kind.__module__ == "_multiprocessing"
+        if is_lock and name in (*kinds.ACQUIRES, *kinds.RELEASES):
+            return lambda frame: self._words_of_lock(owner, name, frame)
+        if kind in kinds.GENERATORS and name in ("send", "throw", "close"):
+            return lambda frame: kinds.ITERATOR if self._was_there(owner) else ""
+        if kind.__module__ == "_csv" and name in ("writerow", "writerows"):
+            return lambda frame: self._words_of_bound(owner, "write")
+        words = _words_of_each_call(function)
+        return (lambda frame: words) if words else None
+
+    def _words_of_stream(self, owner: Any, name: str) -> str:
+        if id(owner) in self._own_terminals and name == "write":
+            return self._words_of_kept([owner])
+        return self._words_of_file(owner, name)
 
     def _words_of_file(self, file: Any, name: str) -> str:
         if id(file) in self._own_terminals:
@@ -299,16 +277,15 @@ class _Policy:
         is_ours = type(iterator) is types.GeneratorType and is_own(code.co_filename)
         return not is_ours and self.before.has(iterator)
 
-    def _words_of_lock(self, lock: Any, name: str, is_tried: bool) -> str:
+    def _words_of_lock(self, lock: Any, name: str, frame: types.FrameType) -> str:
         if name in kinds.ACQUIRES:
-            if is_tried and _is_held(lock):
+            is_torchs = not is_of_user(frame.f_code.co_filename)
+            if (is_torchs or _is_tried(frame)) and _is_held(lock):
                 return ""
             if _stays_held(lock):
                 return kinds.LOCK
             if name != "__enter__":
                 self.taken.append(lock)
-            return ""
-        if name not in kinds.RELEASES:
             return ""
         return "" if self.lets_go(lock) else kinds.SIGNALS
 
@@ -331,12 +308,11 @@ class _Policy:
         """Of streams of the process whose `write` was kept: no method drops that."""
         return "" if all(map(quiet.takes, streams)) else kinds.TERMINAL
 
-    def _words_of_given(self, frame: types.FrameType, name: str) -> str:
+    def _words_of_given(self, frame: types.FrameType, way: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
         found = [each for each in arguments(frame) if isinstance(each, io.IOBase)]
-        is_written = name in kinds.OTHER_WRITES
-        if found or not is_written:
-            return self._words_of_files(found, "write" if is_written else "read")
+        if found or way == "read":
+            return self._words_of_files(found, way)
         return kinds.WRITES
 
     def _words_of_files(self, files: Iterable[Any], name: str) -> str:
@@ -360,11 +336,11 @@ class _Policy:
             Whether to look at the time at each of its lines, since it may loop without
             a call; whether to ask at its call; and before which instructions.
         """
-        file = code.co_filename
-        if is_own(file):
+        if is_own(code.co_filename):
             return None
         is_asked = code in self._codes or code in self._collectives
-        return may_loop(code, file), is_asked, places_in(code, file)
+        places = places_of(code)
+        return places.may_loop, is_asked, places.unseen
 
     def on_code(self, frame: types.FrameType) -> None:
         """Raises Effect where a call of Python code is one."""
@@ -450,6 +426,20 @@ class _Policy:
         if self._num_stops > _MOST_SWALLOWED and self._watch is not None:
             self._watch.refuse_all()
         raise Effect(self.stopped)
+
+
+def _words_of_each_call(function: Any) -> str:
+    """Of a function of C that is an effect, or none, whatever it is called with."""
+    owner, kind = function.__self__, type(function.__self__)
+    if owner is None or isinstance(owner, types.ModuleType):
+        return kinds.FUNCTIONS.get(function, "")
+    if _is_pybinds(kind):
+        return kinds.STORE if function in _store_functions() else ""
+    module = "_socket" if isinstance(owner, socket.socket) else kind.__module__
+    words, *names = kinds.METHODS.get(module, ("",))
+    name = function.__name__
+    is_one = name in names if names else name not in kinds.HARMLESS_METHODS
+    return words if is_one else ""
 
 
 def _words_of_opaque(function: Any) -> str:

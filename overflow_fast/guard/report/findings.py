@@ -9,11 +9,15 @@ from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 from .op import Op, Sample
 from .remedy import Remedy
 
-PHASES = ("forward", "backward", "optimizer", "data", "weights")
-# Of gradients: what stands between backward and the optimizer is not run again.
+# Of gradients, where not all that stands between backward and the optimizer's step was
+# run again.
 NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "
     "communication) was not replayed."
+)
+PARTLY_REPLAYED = (
+    "Of the code between backward and the optimizer's step (clipping, unscaling, "
+    "communication) the program's own lines were replayed, which do not explain it."
 )
 SEEN_IN_BACKWARD = (
     "It arises in the forward, whose result is finite all the same; backward runs "
@@ -106,11 +110,15 @@ class Findings:
     @property
     def is_transient(self) -> bool:
         """True if the whole step was run again, and was finite then."""
-        return self.cause == NOT_REPRODUCIBLE.name and NOT_REPLAYED not in self.notes
+        is_part = not {NOT_REPLAYED, PARTLY_REPLAYED}.isdisjoint(self.notes)
+        return self.cause == NOT_REPRODUCIBLE.name and not is_part
 
     @property
     def is_finite(self) -> bool:
-        """True if all that was run is finite; a note says if backward was not."""
+        """True if the step was run, and is finite; a note says if backward was not run.
+
+        Only `explain()` says so: it runs a step that nobody has seen to be bad.
+        """
         return not self.cause
 
     @property

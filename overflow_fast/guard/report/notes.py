@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..explaining import USE_RUN
-from .findings import NOT_REPLAYED, NOT_THE_LOSS
+from .findings import NOT_REPLAYED, NOT_THE_LOSS, PARTLY_REPLAYED
 
 _FEW = 3  # names in a clause; chosen
 
@@ -29,8 +29,8 @@ UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (
-    "Not replayed: {}; the models' forwards within that function were. Do that before, "
-    f"and call the rest within `{USE_RUN}`."
+    "Not replayed: {}; the models' forwards within that function were. Do that outside "
+    "of the function."
 )
 NO_LOSS = (
     "Backward was not run: neither `loss` nor the model returned a number that "
@@ -72,8 +72,9 @@ _ALL_BAD = (
     "them."
 )
 ALL_BAD = f"{_ALL_BAD} It was not replayed."
-BEHIND = {ALL_BAD, NOT_REPLAYED}  # of what lines behind backward may explain
 NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
+# Of what lines behind backward may explain; and what is left where these do not.
+BEHIND = {ALL_BAD: NOT_BEHIND, NOT_REPLAYED: PARTLY_REPLAYED}
 OTHER_WEIGHT = (
     "The weight is finite in the model, and so is the replay: it was written to since, "
     "or the forward ran with another tensor in its place."
