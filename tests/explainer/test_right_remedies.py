@@ -131,7 +131,11 @@ def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
 def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one(as_kept):
     near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
     share = replace(near_zero, true_loss=2.0, error=0.5)
-    as_kept(replace(near_zero, error=1e4).outcome, share.outcome)
+    as_kept(
+        replace(near_zero, error=1e4).outcome,
+        share.outcome,
+        replace(share, rank=1).outcome,
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])

@@ -229,9 +229,9 @@ class Remedy:
         if not self.tried:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
-        loss += self._error_text()
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
-        clauses = [f"finite{loss}{on_rank}" if self.is_finite else "not finite"]
+        finite = f"finite{loss}{on_rank}{self._error_text()}"
+        clauses = [finite if self.is_finite else "not finite"]
         if self.breaks:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
