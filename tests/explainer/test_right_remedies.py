@@ -275,7 +275,7 @@ def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts(as_kept):
     as_kept(flat.outcome)
 
 
-def test_others_are_compared_in_the_batch_with_the_same_dropout():
+def test_others_are_compared_in_the_step_that_leaves_the_sample_out():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 200), nn.Dropout(0.5), nn.Linear(200, 5))
     x, y = torch.randn(12, 20) * 3, torch.arange(12) % 5
@@ -289,11 +289,13 @@ def test_others_are_compared_in_the_batch_with_the_same_dropout():
     found = explain(net, (x, y), loss_of)
     assert found.sample == 4
     torch.set_rng_state(state)
-    others = [0, 1, 2, 3, 5, 5, 6, 7, 8, 9, 10, 11]
+    others = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
     expected = loss_of((x[others], y[others]))
     moved = [each.elsewhere for each in found.remedies if each.elsewhere is not None]
-    assert moved and all(each.stand_in == 5 for each in moved)
+    assert moved and all(each.left_out == 4 for each in moved)
     assert moved[0].losses[0] == pytest.approx(expected.item(), rel=1e-4)
+    (left_out,) = [each for each in found.remedies if each.text.startswith("leave")]
+    assert moved[0].losses[0] == left_out.loss  # of one run
 
 
 def test_what_the_last_clean_batch_is_not_finite_with_is_no_remedy():

@@ -22,10 +22,10 @@ from ...guard.report.causes import (
     Cause,
 )
 from ...guard.report.remedy import Elsewhere, Remedy
-from ..calls import Call, ModelCall, batch_size, with_stand_in
+from ..calls import Call, ModelCall, batch_size
 from ..explain_origin import explain_root_op
 from ..named_tensors import names_of
-from ..replayer import Patch, Replayer, ReplayResult, StepPart
+from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
 from ..sentinel import outlier_in
 from .checkpoints import checkpoint_trials
@@ -56,6 +56,7 @@ from .trials import (
     Failure,
     Trial,
     Trials,
+    Tried,
     loss_of,
 )
 from .true_step import distance
@@ -130,10 +131,6 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_elsewhere(failure, trials)
-    trials.go_on(AppliedPatches())
-    for trial in _without_sample(failure, trials):
-        if trials.allow(1) and trials.may_run():
-            trials.attempt(trial)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
         key=_rank,
@@ -205,72 +202,74 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     """Measures how far remedies move loss and gradients where nothing fails.
 
     That is with the batch of the last clean step, where it is known and finite still;
-    else with another sample in place of the one that fails: with the same dropout
-    masks, and as many samples. What changes no finite result moves nothing there, and
-    a change that is one of this step's samples cannot be made there.
+    else in this step without the sample that fails, which is the trial of that remedy,
+    too. What changes no finite result moves nothing there, and a change that is one of
+    this step's samples cannot be made there.
     """
-    sample, size = failure.found.sample, failure.found.num_samples
     moving = [
-        (patches, remedy)
-        for patches, remedy in trials.helped
-        if remedy.moves_results != 0
-        and all(type(patch).calls is Patch.calls for patch in patches)
+        each
+        for each in trials.tried
+        if each.remedy.keeps_running
+        and each.remedy.moves_results != 0
+        and all(type(patch).calls is Patch.calls for patch in each.patches)
     ]
-    if not moving:
-        return
-    if failure.clean is not None and trials.allow(1 + len(moving)):
+    if moving and failure.clean is not None and trials.allow(1 + len(moving)):
         clean = OtherCall(failure.clean)
-        plain = trials.run_part(StepPart(), [clean]) if trials.may_run() else None
-        if plain is not None and _is_whole(plain):
-            _measure(trials, moving, plain.held(), StepPart(), [clean])
-            return
-    if sample is None or size < 2:
+        if trials.may_run() and _measure(trials, moving, trials.run([clean]), clean):
+            moving = []
+    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
+    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
         return
-    rows = with_stand_in(sample, size)
-    others = StepPart(failure.place, rows, has_table=False)
-    plain = failure.others
-    if (plain is None or not plain.has_backward) and trials.may_run():
-        plain = trials.run_part(others, ())
-    if plain is not None and _is_whole(plain):
-        _measure(trials, moving, plain.held(), others, (), rows[sample])
-
-
-def _is_whole(result: ReplayResult) -> bool:
-    return result.error is None and result.is_clean and result.has_backward
+    trials.go_on(AppliedPatches())
+    without = SomeSamples(place, tuple(i for i in range(size) if i != sample))
+    plain = None
+    for trial in _without_sample(failure, trials, without):
+        if trials.allow(1) and trials.may_run():
+            trials.attempt(trial)
+            plain = trials.last if trial.patch is without else None
+    if moving and plain is None and trials.may_run():
+        plain = trials.run([without])
+    if moving and plain is not None:
+        _measure(trials, moving, plain, without, int(sample))
 
 
 def _measure(
     trials: Trials,
-    moving: Sequence[tuple[Sequence[Patch], Remedy]],
+    moving: Sequence[Tried],
     plain: ReplayResult,
-    part: StepPart,
-    before: Sequence[Patch],
-    stand_in: int | None = None,
-) -> None:
-    """Measures remedies on a part of the step that is finite without them."""
-    for patches, remedy in moving:
+    elsewhere: Patch,
+    left_out: int | None = None,
+) -> bool:
+    """Measures remedies on a step that is finite without them; else returns False.
+
+    Args:
+        trials: The trials.
+        moving: The remedies.
+        plain: The replay of that step.
+        elsewhere: Makes that step of the one that failed.
+        left_out: See `Elsewhere`.
+    """
+    if not _is_whole(plain):
+        return False
+    plain = plain.held()
+    for each in moving:
         if not trials.may_run():
-            return
-        result = trials.run_part(part, [*before, *patches])
-        if result.error is None and not result.is_clean and stand_in is None:
+            break
+        result = trials.run([elsewhere, *each.patches])
+        if result.error is None and not result.is_clean and left_out is None:
             text = "the last clean batch is not finite with it"
-            _replace(trials, remedy, breaks=text)
+            each.remedy = replace(each.remedy, breaks=text)
         elif _is_whole(result):
             moved = distance(result.held().gradients, plain.gradients)
             first, then = loss_of(plain), loss_of(result)
             both = None if first is None or then is None else (first, then)
-            _replace(trials, remedy, elsewhere=Elsewhere(moved, both, stand_in))
+            found = Elsewhere(moved, both, left_out)
+            each.remedy = replace(each.remedy, elsewhere=found)
+    return True
 
 
-def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
-    """Changes facts of a remedy that was tried."""
-    for i, each in enumerate(trials.remedies):
-        if _key(each) == _key(remedy):
-            trials.remedies[i] = replace(each, **changes)
-
-
-def _key(remedy: Remedy) -> tuple[str, str, int]:
-    return remedy.text, remedy.code, remedy.line
+def _is_whole(result: ReplayResult) -> bool:
+    return result.error is None and result.is_clean and result.has_backward
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
@@ -348,16 +347,14 @@ def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
     yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
 
 
-def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
+def _without_sample(
+    failure: Failure, trials: Trials, without: SomeSamples
+) -> Iterator[Trial]:
     """The step without the one sample that fails, and with smaller numbers in it."""
-    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
-    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
+    sample, call = failure.found.sample, trials.replayer.calls[failure.place]
+    if sample is None or failure.found.phase == "data":
         return
-    if failure.found.phase == "data":
-        return
-    call = trials.replayer.calls[place]
     outlier = outlier_in(call, sample) if sample.outlier else None
-    rows = tuple(i for i in range(size) if i != sample)
     text, code = f"leave sample {int(sample)} out of this batch", ""
     if outlier is not None:
         name, bound = outlier.name, outlier.bound
@@ -370,9 +367,9 @@ def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
             clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
         words = f"clamp `{name}` to {usual:g} in magnitude"
         remedy = Remedy(words, clamped, is_of_data=True)
-        yield Trial(remedy, ClampedBatch(place, name, -usual, usual))
+        yield Trial(remedy, ClampedBatch(failure.place, name, -usual, usual))
     remedy = Remedy(text, code, is_of_data=True)
-    yield Trial(remedy, SomeSamples(place, rows))
+    yield Trial(remedy, without)
 
 
 def _dropping_code(call: Call, mask: str) -> str:

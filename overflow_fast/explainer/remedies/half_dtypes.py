@@ -57,11 +57,11 @@ def _module_trials(failure: Failure, trials: Trials, prefix: str) -> Attempts:
         if trials.found_right and best is None:
             return
         ordered = sorted(kind(failure, model, prefix), key=num_wide)
-        most = math.inf if best is None else _num_wide(best, model)
+        most = math.inf if best is None else _num_wide(best.remedy, model)
         fewer = [trial for trial in ordered if num_wide(trial) < most]
         found = yield from fewest_that_help(fewer, trials)
         if found is not None and best is not None:
-            trials.remedies.remove(best)
+            trials.tried.remove(best)
         best = found or best
 
 

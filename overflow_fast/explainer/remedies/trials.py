@@ -71,6 +71,19 @@ class Trial:
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
 
 
+@dataclass(eq=False)
+class Tried:
+    """A change that was tried.
+
+    Attributes:
+        patches: The patches that were in place.
+        remedy: What came of it.
+    """
+
+    patches: Sequence[Patch]
+    remedy: Remedy
+
+
 @dataclass(frozen=True)
 class AppliedPatches:
     """The patches that are in place while further ones are tried.
@@ -171,13 +184,13 @@ class Trials:
 
     Attributes:
         truth: The loss and gradients in float64; None where they are not known.
-        remedies: What was tried, in order.
+        tried: What was tried, in order.
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
-        helped: The patches that made the step finite, each with its remedy.
         is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
+        last: The last replay; the next one writes to its gradients.
     """
 
     def __init__(
@@ -187,11 +200,11 @@ class Trials:
         self.truth: Truth | None = None
         self._buffers: dict[str, float] | None = None
         self.replayer = replayer
-        self.remedies: list[Remedy] = []
+        self.tried: list[Tried] = []
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
-        self.helped: list[tuple[Sequence[Patch], Remedy]] = []
+        self.last = ReplayResult()
         self.is_settled = False
         # A replay with a remedy is of all forwards of the step.
         self._budget = budget * max(1, len(replayer.calls))
@@ -216,6 +229,11 @@ class Trials:
     def calls(self) -> list[Call]:
         """The calls of the step, with the patches that are in place."""
         return patched_calls(self.replayer.calls, self.applied.patches)
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        """What was tried, in order."""
+        return [each.remedy for each in self.tried]
 
     @property
     def found_remedy(self) -> bool:
@@ -320,10 +338,8 @@ class Trials:
         is_known = result.has_backward or remedy.true_loss is not None
         if is_finite and self._nearness is not None and not is_known:
             remedy = replace(remedy, **self._nearness.judged(patches, self._others))
-        self.remedies.append(remedy)
-        if remedy.keeps_running:
-            self.helped.append((patches, remedy))
-            self.is_settled |= trial.settles and remedy.is_right
+        self.tried.append(Tried(patches, remedy))
+        self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
 
     def _judged(
@@ -403,7 +419,9 @@ class Trials:
         """Replays a part of the step with patches."""
         from_loss = [FromLoss()] * self._drops_gradients
         observers = [] if self._nearness is None else [self._nearness]
-        return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
+        patches = [*self._others, *patches, *from_loss]
+        self.last = self.replayer.run(part, patches, observers)
+        return self.last
 
     @property
     def _others(self) -> list[Patch]:
@@ -413,7 +431,7 @@ class Trials:
 
 def fewest_that_help(
     ordered: Sequence[Trial], trials: Trials
-) -> Generator[Trial, bool, Remedy | None]:
+) -> Generator[Trial, bool, Tried | None]:
     """The first of several changes that helps: each one does more than those before.
 
     The first one alone, else by halving, if the last one helps. What stands for another
@@ -424,22 +442,22 @@ def fewest_that_help(
         trials: Tries them.
 
     Returns:
-        The remedy; None if neither the first nor the last one is.
+        The one that is a remedy; None if neither the first nor the last one is.
     """
     for each in [*ordered[:1], *ordered[1:][-1:]]:
         if (yield each):
             break
     else:
         return None
-    best, search = trials.remedies[-1], Halving(len(ordered) - 1)
+    best, search = trials.tried[-1], Halving(len(ordered) - 1)
     if each is ordered[0]:
         return best
     for half in search:
         helps = yield ordered[half.stop]
         search.note(helps)
         if helps:
-            trials.remedies.remove(best)
-            best = trials.remedies[-1]
+            trials.tried.remove(best)
+            best = trials.tried[-1]
     return best
 
 
@@ -472,7 +490,6 @@ class Failure:
         lost: The operation whose rounding made it undefined, or None.
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
-        others: The replay of the other samples than the failing one, if it was run.
         clean: The call that failed with the batch of the last clean step, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
@@ -498,7 +515,6 @@ class Failure:
     lost: OpCall | None = None
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
-    others: ReplayResult | None = None
     clean: Call | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
