@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
+from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
-from .calls import Call, batch_size, why_whole, with_stand_in
+from .calls import Call, batch_size, why_whole
 from .halving import Halving
 from .leaves import Leaf
 from .op_call import OpCall
@@ -37,12 +37,15 @@ def find_sample(
     place: int,
     may_run: Callable[[int], bool],
     traced: ReplayResult,
-) -> None:
+) -> ReplayResult | None:
     """Adds the sample to an explanation, where it is one alone.
 
     A bad value in the batch tells by itself. Else the step is replayed with one half of
     the batch after another, and what is found with all others: a sample is named if the
     same operation fails with it alone, and the step is finite without it.
+
+    Returns:
+        The replay of the other samples, if one was found so.
     """
     call = replayer.calls[place]
     size = batch_size(call)
@@ -50,8 +53,8 @@ def find_sample(
         why = why_whole(call)
         if why:
             found.notes.append(f"The samples of the batch were not compared: {why}.")
-        return
-    found.num_samples = size
+        return None
+    found.num_samples, others = size, None
     source = root_op.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
@@ -66,13 +69,7 @@ def find_sample(
         index = None
         found.notes.append(_NO_BUDGET)
     else:
-        index = _halved(source, replayer, place, size, may_run, traced)
-        if index is not None and found.cause == EMPTY_REDUCTION.name:
-            # One sample alone leaves nothing to reduce, whichever it is.
-            rows = tuple(i for i in range(size) if i != index)
-            part = StepPart(place, rows, has_table=False)
-            if not (may_run(1) and replayer.run(part).is_clean):
-                index = None
+        index, others = _halved(source, replayer, place, size, may_run, traced)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
@@ -80,6 +77,7 @@ def find_sample(
             outlier = outlier_in(call, index)
         text = "" if outlier is None else outlier.text
         found.sample = Sample.of(index, dataset, text)
+    return others
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
@@ -98,10 +96,14 @@ def _halved(
     size: int,
     may_run: Callable[[int], bool],
     traced: ReplayResult,
-) -> int | None:
+) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
-    Backwards are run where the forward alone did not show it.
+    Backwards are run where the forward alone did not show it. The other samples are run
+    with theirs, since that is a remedy, too.
+
+    Returns:
+        The sample, and the replay of the others, which is finite; else None.
     """
     stays_within, has_backward = traced.is_clean, not traced.is_forward
 
@@ -128,28 +130,28 @@ def _halved(
 
     first, last = _guesses(source, size) or (None, None)
     if last is not None and last != first and fails([last]):
-        return None  # as it did among the others: there are several
+        return None, None  # as it did among the others: there are several
     found = first
     if found is None or not fails([found]):
         search = Halving(size)
         is_seen = False  # with this sample alone
         for half in search:
             if not may_run(1):
-                return None
+                return None, None
             is_within = fails(half)
             is_seen = is_within and len(half) == 1
             search.note(is_within)
         found = search.place
         if not is_seen and not fails([found]):
-            return None
+            return None, None
     if not may_run(1):
-        return None
-    rows = with_stand_in(found, size)
+        return None, None
+    rows = tuple(i for i in range(size) if i != found)
     observers = [_FailsAgain(source)] * stays_within
-    part = StepPart(place, rows, has_table=False, has_backward=has_backward)
+    part = StepPart(place, rows, has_table=False)
     others = replayer.run(part, observers=observers)
     is_finite = others.is_clean and not any(each.is_seen for each in observers)
-    return found if is_finite else None
+    return (found, others) if is_finite else (None, None)
 
 
 def _guesses(source: OpCall, size: int) -> tuple[int, int] | None:

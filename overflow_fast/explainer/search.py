@@ -114,6 +114,8 @@ class Search:
         self._has_run = False
         self._lost: OpCall | None = None
         self._sentinel: Sentinel | None = None
+        self._others: ReplayResult | None = None
+        self._has_tail = tail is not None
         self.num_unlike = 0
 
     def ask(self, questions: Sequence[Question]) -> Explanation | None:
@@ -272,7 +274,12 @@ class Search:
             if found.is_overflow:
                 self._test_growth(found)
             self._name_forward(found, place)
-            find_sample(found, root_op, self.replayer, place, self.may_run, traced)
+            others = find_sample(
+                *(found, root_op, self.replayer, place, self.may_run, traced)
+            )
+            is_step = len(self.replayer.calls) == 1 and not self._has_tail
+            if others is not None and is_step and not traced.is_clean:
+                self._others = others.held()
             self._find_sentinel(found, place)
             self.try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same
@@ -400,6 +407,7 @@ class Search:
         failure.checkpoints = step.checkpoints
         failure.lost = self._lost
         failure.sentinel = self._sentinel
+        failure.others = self._others
         if self._ranks.is_alone:
             call = self.replayer.calls[place]
             failure.clean = with_clean_batch(call, step.clean)

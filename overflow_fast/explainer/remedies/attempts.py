@@ -222,13 +222,14 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
         return
     trials.go_on(AppliedPatches())
     without = SomeSamples(place, tuple(i for i in range(size) if i != sample))
-    plain = None
+    plain = failure.others
+    if plain is None and moving and trials.allow(1) and trials.may_run():
+        plain = trials.run([without]).held()
     for trial in _without_sample(failure, trials, without):
-        if trials.allow(1) and trials.may_run():
+        if plain is not None and trial.patch is without:
+            trials.attempt(trial, plain)
+        elif trials.allow(1) and trials.may_run():
             trials.attempt(trial)
-            plain = trials.last if trial.patch is without else None
-    if moving and plain is None and trials.may_run():
-        plain = trials.run([without])
     if moving and plain is not None:
         _measure(trials, moving, plain, without, int(sample))
 

@@ -190,7 +190,6 @@ class Trials:
         failed: What did not help besides them, with the call that was bad then.
         is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
-        last: The last replay; the next one writes to its gradients.
     """
 
     def __init__(
@@ -204,7 +203,6 @@ class Trials:
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
-        self.last = ReplayResult()
         self.is_settled = False
         # A replay with a remedy is of all forwards of the step.
         self._budget = budget * max(1, len(replayer.calls))
@@ -279,11 +277,12 @@ class Trials:
         """Puts other patches in place, on which further ones are tried."""
         self.applied, self.failed = applied, []
 
-    def attempt(self, trial: Trial) -> bool:
+    def attempt(self, trial: Trial, result: ReplayResult | None = None) -> bool:
         """Replays the step with a patch; returns True if that is a remedy.
 
         Args:
             trial: The patch. It is made besides those that are in place.
+            result: The replay, where it was run before.
         """
         applied = self.applied.with_trial(trial)
         remedy, patches = applied.remedy, applied.patches
@@ -295,7 +294,7 @@ class Trials:
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
-        result = self.run(patches, place)
+        result = self.run(patches, place) if result is None else result
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
@@ -420,8 +419,7 @@ class Trials:
         from_loss = [FromLoss()] * self._drops_gradients
         observers = [] if self._nearness is None else [self._nearness]
         patches = [*self._others, *patches, *from_loss]
-        self.last = self.replayer.run(part, patches, observers)
-        return self.last
+        return self.replayer.run(part, patches, observers)
 
     @property
     def _others(self) -> list[Patch]:
@@ -490,6 +488,7 @@ class Failure:
         lost: The operation whose rounding made it undefined, or None.
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
+        others: The replay of the step without the sample that fails, if it was run.
         clean: The call that failed with the batch of the last clean step, or None.
         checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
@@ -515,6 +514,7 @@ class Failure:
     lost: OpCall | None = None
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
+    others: ReplayResult | None = None
     clean: Call | None = None
     checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
