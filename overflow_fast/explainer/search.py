@@ -29,8 +29,9 @@ from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
 from .remedies.attempts import find_remedies
+from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
-from .remedies.trials import Failure, loss_of, seconds_for
+from .remedies.trials import loss_of, seconds_for
 from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Difference, ReplayCheck, Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample

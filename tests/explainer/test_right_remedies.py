@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.remedies.attempts import note_rounding
+from overflow_fast.explainer.remedies.failure import Failure
 from overflow_fast.explainer.remedies.rules import LINKS
-from overflow_fast.explainer.remedies.trials import Failure
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
 from overflow_fast.explainer.torch_calls import TorchCall

@@ -23,8 +23,9 @@ from ...guard.report.remedy import Remedy
 from ...torch_internals.module_internals import BUFFERS
 from ..calls import Call
 from ..explain_origin import CARRIED
+from .failure import Failure
 from .patches import ChangedCall
-from .trials import Attempts, Failure, Trial, Trials
+from .trials import Attempts, Trial, Trials
 
 
 def zero_trials(failure: Failure, trials: Trials) -> Attempts:
