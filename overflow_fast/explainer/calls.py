@@ -419,11 +419,6 @@ def why_whole(call: Call) -> str:
     return ""
 
 
-def with_stand_in(sample: int, size: int) -> tuple[int, ...]:
-    """The samples of a batch, the next one in place of one of them."""
-    return tuple((i + 1) % size if i == sample else i for i in range(size))
-
-
 def part_of(call: Call, rows: Sequence[int]) -> Call:
     """The same call with some of the samples of its batch."""
     size = batch_size(call) or 0

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..guard.report.causes import EMPTY_REDUCTION, NOT_REPRODUCIBLE
+from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
-from .calls import Call, batch_size, why_whole, with_stand_in
+from .calls import Call, batch_size, why_whole
 from .halving import Halving
 from .leaves import Leaf
 from .op_call import OpCall
@@ -45,7 +45,7 @@ def find_sample(
     same operation fails with it alone, and the step is finite without it.
 
     Returns:
-        The replay of the other samples, where they were run.
+        The replay of the other samples, if one was found so.
     """
     call = replayer.calls[place]
     size = batch_size(call)
@@ -70,12 +70,6 @@ def find_sample(
         found.notes.append(_NO_BUDGET)
     else:
         index, others = _halved(source, replayer, place, size, may_run, traced)
-        if index is not None and found.cause == EMPTY_REDUCTION.name:
-            # One sample alone leaves nothing to reduce, whichever it is.
-            rows = tuple(i for i in range(size) if i != index)
-            part = StepPart(place, rows, has_table=False)
-            if not (may_run(1) and replayer.run(part).is_clean):
-                index = None
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
@@ -105,7 +99,8 @@ def _halved(
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
-    Backwards are run where the forward alone did not show it.
+    Backwards are run where the forward alone did not show it. The other samples are run
+    with theirs, since that is a remedy, too.
 
     Returns:
         The sample, and the replay of the others, which is finite; else None.
@@ -151,9 +146,9 @@ def _halved(
             return None, None
     if not may_run(1):
         return None, None
-    rows = with_stand_in(found, size)
+    rows = tuple(i for i in range(size) if i != found)
     observers = [_FailsAgain(source)] * stays_within
-    part = StepPart(place, rows, has_table=False, has_backward=has_backward)
+    part = StepPart(place, rows, has_table=False)
     others = replayer.run(part, observers=observers)
     is_finite = others.is_clean and not any(each.is_seen for each in observers)
     return (found, others) if is_finite else (None, None)

@@ -29,8 +29,9 @@ from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
 from .remedies.attempts import find_remedies
+from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
-from .remedies.trials import Failure, loss_of, seconds_for
+from .remedies.trials import loss_of, seconds_for
 from .replay_check import Difference, ReplayCheck
 from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
@@ -116,6 +117,7 @@ class Search:
         self._lost: OpCall | None = None
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
+        self._has_tail = tail is not None
         self.num_unlike = 0
 
     def ask(self, questions: Sequence[Question]) -> Explanation | None:
@@ -277,7 +279,9 @@ class Search:
             others = find_sample(
                 *(found, root_op, self.replayer, place, self.may_run, traced)
             )
-            self._others = None if others is None else others.held()
+            is_step = len(self.replayer.calls) == 1 and not self._has_tail
+            if others is not None and is_step and not traced.is_clean:
+                self._others = others.held()
             self._find_sentinel(found, place)
             self.try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same

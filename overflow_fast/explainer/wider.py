@@ -30,6 +30,12 @@ CASTS = {
     torch.float64: TO_FLOAT64,
 }
 
+# How a program casts to each.
+CAST_METHODS = {
+    **{torch.float16: "half", torch.bfloat16: "bfloat16"},
+    **{torch.float32: "float", torch.float64: "double"},
+}
+
 
 def cast(each: Any, casts: Casts) -> Any:
     """A tensor in a wider dtype, the dtype that stands for another, or what it is."""

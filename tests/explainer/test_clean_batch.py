@@ -121,7 +121,7 @@ AFTER = (2.0 * batches()[-2]).clamp(max=20).exp()
 def measured(remedies):
     """The remedy that was measured with the last clean batch, and no sample of this."""
     (found,) = [each for each in remedies if each.elsewhere is not None]
-    assert found.elsewhere.stand_in is None
+    assert found.elsewhere.left_out is None
     return found
 
 
@@ -143,7 +143,7 @@ def test_of_several_batches_of_a_step_it_is_the_last(step):
 def test_the_outcome_says_whether_the_last_clean_batch_changes(as_kept):
     small = [each / 8 for each in batches()[:-1]]
     found, *_ = ran(by_keyword, data=[*small, batches()[-1]])
-    assert found.elsewhere.stand_in is None and found.elsewhere.moved == 0
+    assert found.elsewhere.left_out is None and found.elsewhere.moved == 0
     as_kept(f"{measured(ran(by_keyword)).outcome}\n{found.outcome}")
 
 
@@ -166,7 +166,7 @@ def is_measured(*args, **options):
     remedies = ran(*args, **options)
     assert any(each.keeps_running for each in remedies)
     return any(
-        each.elsewhere is not None and each.elsewhere.stand_in is None
+        each.elsewhere is not None and each.elsewhere.left_out is None
         for each in remedies
     )
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.remedies.attempts import note_rounding
+from overflow_fast.explainer.remedies.failure import Failure
 from overflow_fast.explainer.remedies.rules import LINKS
-from overflow_fast.explainer.remedies.trials import Failure
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
 from overflow_fast.explainer.torch_calls import TorchCall
@@ -131,7 +131,11 @@ def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
 def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one(as_kept):
     near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
     share = replace(near_zero, true_loss=2.0, error=0.5)
-    as_kept(replace(near_zero, error=1e4).outcome, share.outcome)
+    as_kept(
+        replace(near_zero, error=1e4).outcome,
+        share.outcome,
+        replace(share, rank=1).outcome,
+    )
 
 
 @pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
@@ -271,7 +275,7 @@ def test_a_clamp_says_that_no_gradient_goes_through_where_it_acts(as_kept):
     as_kept(flat.outcome)
 
 
-def test_others_are_compared_in_the_batch_with_the_same_dropout():
+def test_others_are_compared_in_the_step_that_leaves_the_sample_out():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(20, 200), nn.Dropout(0.5), nn.Linear(200, 5))
     x, y = torch.randn(12, 20) * 3, torch.arange(12) % 5
@@ -285,11 +289,13 @@ def test_others_are_compared_in_the_batch_with_the_same_dropout():
     found = explain(net, (x, y), loss_of)
     assert found.sample == 4
     torch.set_rng_state(state)
-    others = [0, 1, 2, 3, 5, 5, 6, 7, 8, 9, 10, 11]
+    others = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
     expected = loss_of((x[others], y[others]))
     moved = [each.elsewhere for each in found.remedies if each.elsewhere is not None]
-    assert moved and all(each.stand_in == 5 for each in moved)
+    assert moved and all(each.left_out == 4 for each in moved)
     assert moved[0].losses[0] == pytest.approx(expected.item(), rel=1e-4)
+    (left_out,) = [each for each in found.remedies if each.text.startswith("leave")]
+    assert moved[0].losses[0] == left_out.loss  # of one run
 
 
 def test_what_the_last_clean_batch_is_not_finite_with_is_no_remedy():

@@ -1,19 +1,21 @@
-"""Tries remedies in order, by the cause of a failure: code, dtypes, checkpoints."""
+"""Tries remedies in order, by the cause of a failure.
+
+1. The step in float64 gives its true loss and gradients, where it can be run so.
+2. Of `_ATTEMPTS` those apply that are for such a failure; each yields `Trial`s, which
+   `Trials` runs and judges, until enough have helped or the budget is spent.
+3. Where none has, a trial may have uncovered another failure: with it in place the
+   search goes on from that one.
+4. What has helped is measured where nothing fails, and what was tried is ranked.
+"""
 
 from __future__ import annotations
 
 import functools
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ...base.modules import module_of_parameter
 from ...base.torch_ops import has
-from ...base.tree import tensors
 from ...guard.report.causes import (
     EMPTY_REDUCTION,
     ROUNDING,
@@ -22,22 +24,13 @@ from ...guard.report.causes import (
     Cause,
 )
 from ...guard.report.remedy import Elsewhere, Remedy
-from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
-from ..named_tensors import names_of
-from ..replayer import Patch, Replayer, ReplayResult, StepPart
+from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
-from ..sentinel import outlier_in
 from .checkpoints import checkpoint_trials
+from .failure import Failure
 from .half_dtypes import half_trials
-from .patches import (
-    ClampedBatch,
-    OtherCall,
-    OtherWeights,
-    ScaledWeights,
-    SomeSamples,
-    WithoutNumber,
-)
+from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
     cancelled_trials,
     exact_trials,
@@ -47,19 +40,14 @@ from .rule_attempts import (
     mask_trials,
     rounded_trials,
     select_trials,
-    wider_trials,
 )
 from .rules import EXACT, IN_LOGARITHMS
-from .trials import (
-    AppliedPatches,
-    Attempts,
-    Failure,
-    Trial,
-    Trials,
-    loss_of,
-)
+from .sample_trials import dropping_trials, sentinel_trials, without_sample
+from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
 from .unwritten import zero_trials
+from .weight_trials import repair_trials, smaller_trials
+from .wider_trials import wider_trials
 from .written import short_text
 
 # Finds the failure that is left once a remedy is in place.
@@ -99,7 +87,6 @@ _NONE = "No remedy was found."
 _NONE_TRIED = (
     "No remedy was tried: the budget of a replay, in forwards or in seconds, was spent."
 )
-_FEW_NAMES = 4
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -130,10 +117,6 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_elsewhere(failure, trials)
-    trials.go_on(AppliedPatches())
-    for trial in _without_sample(failure, trials):
-        if trials.allow(1) and trials.may_run():
-            trials.attempt(trial)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
         key=_rank,
@@ -205,72 +188,75 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     """Measures how far remedies move loss and gradients where nothing fails.
 
     That is with the batch of the last clean step, where it is known and finite still;
-    else with another sample in place of the one that fails: with the same dropout
-    masks, and as many samples. What changes no finite result moves nothing there, and
-    a change that is one of this step's samples cannot be made there.
+    else in this step without the sample that fails, which is the trial of that remedy,
+    too. What changes no finite result moves nothing there, and a change that is one of
+    this step's samples cannot be made there.
     """
-    sample, size = failure.found.sample, failure.found.num_samples
     moving = [
-        (patches, remedy)
-        for patches, remedy in trials.helped
-        if remedy.moves_results != 0
-        and all(type(patch).calls is Patch.calls for patch in patches)
+        each
+        for each in trials.tried
+        if each.remedy.keeps_running
+        and each.remedy.moves_results != 0
+        and all(type(patch).calls is Patch.calls for patch in each.patches)
     ]
-    if not moving:
-        return
-    if failure.clean is not None and trials.allow(1 + len(moving)):
+    if moving and failure.clean is not None and trials.allow(1 + len(moving)):
         clean = OtherCall(failure.clean)
-        plain = trials.run_part(StepPart(), [clean]) if trials.may_run() else None
-        if plain is not None and _is_whole(plain):
-            _measure(trials, moving, plain.held(), StepPart(), [clean])
-            return
-    if sample is None or size < 2:
+        if trials.may_run() and _measure(trials, moving, trials.run([clean]), clean):
+            moving = []
+    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
+    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
         return
-    rows = with_stand_in(sample, size)
-    others = StepPart(failure.place, rows, has_table=False)
+    trials.go_on(AppliedPatches())
+    without = SomeSamples(place, tuple(i for i in range(size) if i != sample))
     plain = failure.others
-    if (plain is None or not plain.has_backward) and trials.may_run():
-        plain = trials.run_part(others, ())
-    if plain is not None and _is_whole(plain):
-        _measure(trials, moving, plain.held(), others, (), rows[sample])
-
-
-def _is_whole(result: ReplayResult) -> bool:
-    return result.error is None and result.is_clean and result.has_backward
+    if plain is None and moving and trials.allow(1) and trials.may_run():
+        plain = trials.run([without]).held()
+    for trial in without_sample(failure, trials, without):
+        if plain is not None and trial.patch is without:
+            trials.attempt(trial, plain)
+        elif trials.allow(1) and trials.may_run():
+            trials.attempt(trial)
+    if moving and plain is not None:
+        _measure(trials, moving, plain, without, int(sample))
 
 
 def _measure(
     trials: Trials,
-    moving: Sequence[tuple[Sequence[Patch], Remedy]],
+    moving: Sequence[Tried],
     plain: ReplayResult,
-    part: StepPart,
-    before: Sequence[Patch],
-    stand_in: int | None = None,
-) -> None:
-    """Measures remedies on a part of the step that is finite without them."""
-    for patches, remedy in moving:
+    elsewhere: Patch,
+    left_out: int | None = None,
+) -> bool:
+    """Measures remedies on a step that is finite without them; else returns False.
+
+    Args:
+        trials: The trials.
+        moving: The remedies.
+        plain: The replay of that step.
+        elsewhere: Makes that step of the one that failed.
+        left_out: See `Elsewhere`.
+    """
+    if not _is_whole(plain):
+        return False
+    plain = plain.held()
+    for each in moving:
         if not trials.may_run():
-            return
-        result = trials.run_part(part, [*before, *patches])
-        if result.error is None and not result.is_clean and stand_in is None:
+            break
+        result = trials.run([elsewhere, *each.patches])
+        if result.error is None and not result.is_clean and left_out is None:
             text = "the last clean batch is not finite with it"
-            _replace(trials, remedy, breaks=text)
+            each.remedy = replace(each.remedy, breaks=text)
         elif _is_whole(result):
             moved = distance(result.held().gradients, plain.gradients)
             first, then = loss_of(plain), loss_of(result)
             both = None if first is None or then is None else (first, then)
-            _replace(trials, remedy, elsewhere=Elsewhere(moved, both, stand_in))
+            found = Elsewhere(moved, both, left_out)
+            each.remedy = replace(each.remedy, elsewhere=found)
+    return True
 
 
-def _replace(trials: Trials, remedy: Remedy, **changes: Any) -> None:
-    """Changes facts of a remedy that was tried."""
-    for i, each in enumerate(trials.remedies):
-        if _key(each) == _key(remedy):
-            trials.remedies[i] = replace(each, **changes)
-
-
-def _key(remedy: Remedy) -> tuple[str, str, int]:
-    return remedy.text, remedy.code, remedy.line
+def _is_whole(result: ReplayResult) -> bool:
+    return result.error is None and result.is_clean and result.has_backward
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
@@ -304,201 +290,6 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
         _try_all(after, trials)
         if not trials.found_remedy:
             _go_on(after, trials, most - 1)
-
-
-def _drop_bad_samples(failure: Failure, trials: Trials) -> Attempts:
-    """The step without the samples that are not finite."""
-    found = failure.found
-    if trials.found_remedy:
-        return
-    size, bad = batch_size(trials.calls[failure.place]), failure.bad
-    if not trials.replayer.ranks.can_cut(failure.place):
-        return
-    if size is None or bad is None or not bad.dim() or len(bad) != size:
-        return
-    rows = bad.detach().isfinite().reshape(size, -1).all(1).nonzero().flatten().tolist()
-    if not rows:
-        return
-    name = found.tensor
-    yield from _clamp_to_least(bad, failure)
-    mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
-    remedy = Remedy(
-        f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
-        _dropping_code(trials.calls[failure.place], mask),
-        is_of_data=True,
-    )
-    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
-
-
-def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
-    """The least finite number in place of -inf alone, as a logarithm of 0 gives it.
-
-    Not in a mask, which has one finite number.
-    """
-    is_low, finite = bad == -math.inf, bad[bad.isfinite()]
-    is_mask = not finite.numel() or bool(finite.min() == finite.max())
-    if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
-        return
-    name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
-    code = f"{name}.clamp_(min={low:g})"  # in a tuple, too
-    if name.isidentifier():
-        code = f"{name} = {name}.clamp(min={low:g})"
-    words = f"clamp `{name}` to at least {low:g}, its least finite number"
-    remedy = Remedy(words, code, is_of_data=True)
-    yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
-
-
-def _without_sample(failure: Failure, trials: Trials) -> Iterator[Trial]:
-    """The step without the one sample that fails, and with smaller numbers in it."""
-    sample, size, place = failure.found.sample, failure.found.num_samples, failure.place
-    if sample is None or size < 2 or not trials.replayer.ranks.can_cut(place):
-        return
-    if failure.found.phase == "data":
-        return
-    call = trials.replayer.calls[place]
-    outlier = outlier_in(call, sample) if sample.outlier else None
-    rows = tuple(i for i in range(size) if i != sample)
-    text, code = f"leave sample {int(sample)} out of this batch", ""
-    if outlier is not None:
-        name, bound = outlier.name, outlier.bound
-        text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
-        mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
-        code = _dropping_code(call, mask)
-        usual = outlier.usual
-        clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
-        if name.isidentifier():
-            clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
-        words = f"clamp `{name}` to {usual:g} in magnitude"
-        remedy = Remedy(words, clamped, is_of_data=True)
-        yield Trial(remedy, ClampedBatch(place, name, -usual, usual))
-    remedy = Remedy(text, code, is_of_data=True)
-    yield Trial(remedy, SomeSamples(place, rows))
-
-
-def _dropping_code(call: Call, mask: str) -> str:
-    """The code that leaves samples out of a batch, or "" where it is none of a line.
-
-    Args:
-        call: The call with the batch.
-        mask: The expression for those that are kept.
-    """
-    lines = [f"keep = {mask}"]
-    for name, value in call.variables().items():
-        parts = list(value.values()) if type(value) is dict else value
-        parts = [parts] if isinstance(parts, torch.Tensor) else parts
-        if not any(isinstance(each, torch.Tensor) for _, each in tensors(value)):
-            continue
-        if type(parts) not in (list, tuple) or not all(map(_has_samples, parts)):
-            return ""
-        if isinstance(value, torch.Tensor):
-            lines.append(f"{name} = {name}[keep]")
-        elif type(value) is dict:
-            lines.append(f"{name} = {{k: v[keep] for k, v in {name}.items()}}")
-        else:
-            kept = f"each[keep] for each in {name}"
-            lines.append(
-                f"{name} = "
-                + (f"[{kept}]" if type(value) is list else f"tuple({kept})")
-            )
-    if isinstance(call, ModelCall):
-        lines[-1] += "  # and what belongs to it, such as labels"
-    return "\n".join(lines)
-
-
-def _has_samples(each: Any) -> bool:
-    return isinstance(each, torch.Tensor) and each.dim() > 0
-
-
-def _replace_sentinel(failure: Failure, trials: Trials) -> Attempts:
-    """The step with 0 in place of a number that looks like a placeholder."""
-    sentinel = failure.sentinel
-    if sentinel is None or not sentinel.can_be_replaced:
-        return
-    if not trials.replayer.ranks.is_alone:
-        return
-    name, number = sentinel.name, sentinel.number
-    code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
-    if name.isidentifier():
-        code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
-    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
-    yield Trial(remedy, WithoutNumber(failure.place, number))
-
-
-def _try_smaller_weights(failure: Failure, trials: Trials) -> Attempts:
-    """Smaller weights where results grow with each call, as another init gives them."""
-    growth = failure.growth
-    if growth is None:
-        return
-    names = [
-        name
-        for kind, name, tensor in names_of(trials.replayer.models)
-        if kind == "parameter" and tensor.dim() > 1
-        if module_of_parameter(name) in growth.modules
-    ]
-    if not names or len(trials.replayer.models) > 1:
-        return
-    factor = float(f"{0.95 / growth.factor:.2g}")
-    weights = names[0] if len(names) == 1 else f"{len(names)} weights"
-    remedy = Remedy(
-        f"multiply {weights} by {factor:g}, as a smaller initialization does",
-        _scaling_code(names, factor, trials),
-    )
-    yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
-
-
-def _repair_weights(failure: Failure, trials: Trials) -> Attempts:
-    """Other values for what a layer holds, and cannot be computed with."""
-    module, op = failure.found.module, failure.found.op
-    if op is None or len(trials.replayer.models) > 1:
-        return
-    for _, name, tensor in names_of(trials.replayer.models):
-        owner, _, own = name.rpartition(".")
-        if "batch_norm" in op.name and owner == module and own == "running_var":
-            is_bad = tensor < 0
-            text = f"set the negative values of {name} to 1, as in a new layer"
-            remedy = Remedy(text, _NEGATIVE.format(name))
-            if bool(is_bad.any()):
-                value = tensor.detach().masked_fill(is_bad, 1)
-                yield Trial(remedy, OtherWeights({name: value}))
-        # A parametrization is a module below what owns the weights.
-        is_near = owner == module or module.startswith(f"{owner}.")
-        if "weight_norm" in op.name and is_near and own in _DIRECTIONS:
-            is_bad = tensor.detach().flatten(1).norm(dim=1) == 0
-            text = f"fill rows of {name} that are 0 with small random numbers"
-            remedy = Remedy(text, _ZERO_ROWS.format(name))
-            if bool(is_bad.any()):
-                value = tensor.detach().clone()
-                generator = torch.Generator().manual_seed(0)  # not the program's
-                rows = torch.randn(value[is_bad].shape, generator=generator)
-                value[is_bad] = 0.02 * rows.to(value)
-                yield Trial(remedy, OtherWeights({name: value}))
-
-
-_NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
-_DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
-_ZERO_ROWS = (
-    'v = model.get_parameter("{}").data\n'
-    "is_zero = v.flatten(1).norm(dim=1) == 0\n"
-    "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
-)
-
-
-def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
-    """The code that multiplies weights: by a pattern, where there are many."""
-    patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
-    pattern = "|".join(sorted(patterns))
-    all_names = [name for _, name, _ in names_of(trials.replayer.models)]
-    alike = [name for name in all_names if re.fullmatch(pattern, name)]
-    if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
-        return (
-            "for name, weight in model.named_parameters():\n"
-            f'    if re.fullmatch(r"{pattern}", name):\n'
-            f"        weight.data.mul_({factor:g})"
-        )
-    scale = f".data.mul_({factor:g})"
-    if len(names) == 1:
-        return f'model.get_parameter("{names[0]}"){scale}'
-    return f"for name in {names}: model.get_parameter(name){scale}"
 
 
 # What is tried, in order.
@@ -542,8 +333,8 @@ _ATTEMPTS: tuple[
 ] = (
     (_is_given, zero_trials),
     (_tries("samples"), select_trials),
-    (_tries("samples"), _drop_bad_samples),
-    (_has_calls, _replace_sentinel),
+    (_tries("samples"), dropping_trials),
+    (_has_calls, sentinel_trials),
     (_tries("checkpoints"), checkpoint_trials),
     (_has_calls, functools.partial(exact_trials, rules=EXACT)),
     (_has_calls, select_trials),
@@ -559,6 +350,6 @@ _ATTEMPTS: tuple[
     (_has_calls, half_trials),
     (_rounds_half, wider_trials),
     (_overflows_half, functools.partial(wider_trials, in_words=True)),
-    (_overflows, _try_smaller_weights),
-    (_tries("weights"), _repair_weights),
+    (_overflows, smaller_trials),
+    (_tries("weights"), repair_trials),
 )

@@ -16,7 +16,7 @@ from ...base.torch_ops import has
 from ...torch_internals.tensor_internals import pytree
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
-from ..wider import run_wider
+from ..wider import CAST_METHODS, run_wider
 from .patterns import Found, computed, matched
 from .rules import RULES
 
@@ -174,9 +174,9 @@ class ChangedCalls(TorchCalls):
         if call.is_in_place:
             return call.func(*args, **kwargs)
         self._patch.num_applied[place] += call.key in change.roots
-        is_cast = call.func is _CASTS[change.narrow]
-        func = torch.Tensor.to if is_cast else call.func
-        args = (*args, *[change.wide] * is_cast)
+        is_cast = call.func is getattr(torch.Tensor, CAST_METHODS[change.narrow])
+        wider = getattr(torch.Tensor, CAST_METHODS[change.wide])
+        func = wider if is_cast else call.func
         result = run_wider(func, args, kwargs, {change.narrow: change.wide})
         if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
@@ -191,13 +191,6 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
-
-
-_CASTS: Mapping[torch.dtype, Any] = {
-    torch.float16: torch.Tensor.half,
-    torch.bfloat16: torch.Tensor.bfloat16,
-    torch.float32: torch.Tensor.float,
-}
 
 
 def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:

@@ -13,8 +13,9 @@ from ...base.text import error_line
 from ...guard.report.remedy import Remedy
 from ..named_tensors import names_of
 from ..tensor_kinds import bad_names
+from .failure import Failure
 from .patches import OtherWeights
-from .trials import Attempts, Failure, Trial, Trials
+from .trials import Attempts, Trial, Trials
 
 _KEYS = ("model", "state_dict", "model_state_dict", "module", "net", "weights")
 _MAX_TRIED = 3  # checkpoints; chosen, not measured

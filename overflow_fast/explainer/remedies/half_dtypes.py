@@ -9,7 +9,7 @@ kinds the one with the fewest parameters is kept that helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Generator, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -22,9 +22,11 @@ from ...base.modules import (
     parameters_of,
 )
 from ...guard.report.remedy import Remedy
+from ..halving import Halving
+from .failure import Failure
 from .keep_in_fp32 import has_forward, shortened
 from .patches import Float32Modules, InDtype
-from .trials import Attempts, Failure, Trial, Trials, fewest_that_help
+from .trials import Attempts, Trial, Trials, Tried
 
 
 def half_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -57,12 +59,44 @@ def _module_trials(failure: Failure, trials: Trials, prefix: str) -> Attempts:
         if trials.found_right and best is None:
             return
         ordered = sorted(kind(failure, model, prefix), key=num_wide)
-        most = math.inf if best is None else _num_wide(best, model)
+        most = math.inf if best is None else _num_wide(best.remedy, model)
         fewer = [trial for trial in ordered if num_wide(trial) < most]
-        found = yield from fewest_that_help(fewer, trials)
+        found = yield from _fewest_that_help(fewer, trials)
         if found is not None and best is not None:
-            trials.remedies.remove(best)
+            trials.tried.remove(best)
         best = found or best
+
+
+def _fewest_that_help(
+    ordered: Sequence[Trial], trials: Trials
+) -> Generator[Trial, bool, Tried | None]:
+    """The first of several changes that helps: each one does more than those before.
+
+    The first one alone, else by halving, if the last one helps. What stands for another
+    that has helped takes its place.
+
+    Args:
+        ordered: The changes.
+        trials: Tries them.
+
+    Returns:
+        The one that is a remedy; None if neither the first nor the last one is.
+    """
+    for each in [*ordered[:1], *ordered[1:][-1:]]:
+        if (yield each):
+            break
+    else:
+        return None
+    best, search = trials.tried[-1], Halving(len(ordered) - 1)
+    if each is ordered[0]:
+        return best
+    for half in search:
+        helps = yield ordered[half.stop]
+        search.note(helps)
+        if helps:
+            trials.tried.remove(best)
+            best = trials.tried[-1]
+    return best
 
 
 def _num_wide(remedy: Remedy, model: nn.Module) -> int:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ...base.text import installed_name
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
@@ -19,8 +17,9 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InWider, RuleChange
+from .call_patch import CallPatch, RuleChange
 from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
+from .failure import Failure
 from .pairs import pair_of
 from .patterns import Found, Input, matched, parsed
 from .rules import (
@@ -38,7 +37,7 @@ from .rules import (
     with_numbers,
 )
 from .source import NOT_WRITTEN, rebuilt, unparsed
-from .trials import Attempts, Failure, Trial, Trials, in_wider, joined
+from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
@@ -440,151 +439,6 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
     if any(own and value not in used for value, own in degree.items()):
         return None
     return dims[0] if len(set(map(str, dims))) == 1 else ()
-
-
-# In a wider dtype, until a result fits again.
-
-_MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
-_MOST_BACK = 4  # calls before the failing one whose result is the first in it
-_DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
-# Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
-_SIZES = {torch.float16: (1e-2, 6e4)} | dict.fromkeys(
-    (torch.bfloat16, torch.float32), (1e-15, 1e15)
-)
-
-
-def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> Attempts:
-    """The call that failed in a wider dtype, or what made its inputs, up to that call.
-
-    A run with all that follows in it tells where results fit again. Of float32 it is
-    tried where no exact form was found, and the step in float64 is finite.
-
-    Args:
-        failure: The failure.
-        trials: The trials.
-        in_words: Whether to try what can be told in words alone, or what can be
-            written.
-    """
-    roots, narrow = failure.failing_calls, failure.half or torch.float32
-    if narrow is torch.float32 and not _may_be_float64(roots, trials):
-        return
-    failing = {call.key for call in roots}
-    for depth in range(1 if in_words else _MOST_BACK + 1):
-        is_last = in_words or depth > 0 or narrow is torch.float32
-        if not roots or (trials.found_right and is_last):
-            return
-        if depth in _DEPTHS:
-            keys = {call.key for call in roots}
-            for each in trials.applied.trials:  # which this one stands for as well
-                keys |= {key for change in in_wider(each.patch) for key in change.roots}
-            trial = _wider_trial(keys, failing, narrow, failure, trials, in_words)
-            if trial is not None and (yield trial):
-                return
-        made = [value.call for call in roots for value in call.inputs]
-        roots = list(dict.fromkeys(filter(None, made))) or (roots if depth else [])
-
-
-def _may_be_float64(roots: Sequence[TorchCall], trials: Trials) -> bool:
-    is_of_mps = any(e.device.type == "mps" for call in roots for e in call.inputs)
-    is_cast = any(call.name == "to" for call in roots)
-    is_held = trials.truth is not None and trials.truth.fits(torch.float32)
-    return is_held and not (is_of_mps or is_cast)
-
-
-def _wider_trial(
-    keys: set[Key],
-    failing: set[Key],
-    narrow: torch.dtype,
-    failure: Failure,
-    trials: Trials,
-    in_words: bool,
-) -> Trial | None:
-    from .wider_text import has_text, wider_edits, wider_text  # seldom needed
-
-    calls, change = trials.torch_calls, InWider(frozenset(keys), narrow=narrow)
-
-    def is_narrow(call: TorchCall) -> bool:
-        values = (*call.inputs, *call.results)
-        return any(value.dtype == narrow for value in values)
-
-    roots = [call for call in calls if call.key in keys and is_narrow(call)]
-    if not roots or not trials.may_run():
-        return None
-    if not (in_words or has_text(change, roots, calls)):
-        return None
-
-    def was_wide(call: TorchCall) -> bool:
-        return all(value.dtype != narrow for value in call.results)
-
-    keys = {call.key for call in roots}
-    stops = frozenset(_keys_of(calls, was_wide))
-    change = InWider(frozenset(keys), stops=stops, narrow=narrow)
-    patch = CallPatch((change,))
-    patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
-    table = trials.run(patches, traced=failure.place).table
-    if table is None:
-        return None
-    bad = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
-    more = {call.key for call in bad if call is not None} - keys
-    if not failure.found.is_overflow:
-        more.clear()  # what is undefined elsewhere needs no wider dtype
-    if more and len(keys) < _MOST_ROOTS:  # such as a divisor's: 1 / inf is finite
-        of_all = keys | more, failing, narrow, failure, trials, in_words
-        found = _wider_trial(*of_all)
-        if found is not None:
-            return found
-    sizes: dict[TorchCall, float] = {}
-    for op in table.ops:  # the last one that is no view made what a call returned
-        if op.torch_call is not None and op.abs_max is not None:
-            sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
-    ends = _ends_of(change, failing, table.torch_calls, sizes)
-    change = replace(change, ends=frozenset(call.key for call in ends))
-    text, patch = wider_text(change, calls), CallPatch((change,))
-    with contextlib.suppress(*NOT_WRITTEN):
-        edits = wider_edits(change, calls)
-        return None if in_words else Trial(remedy_of(text, edits), patch, edits)
-    return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
-
-
-def _keys_of(
-    calls: Sequence[TorchCall], condition: Callable[[TorchCall], bool]
-) -> set[Key]:
-    """The keys for whose calls a condition holds, all of them."""
-    false = {call.key for call in calls if not condition(call)}
-    return {call.key for call in calls} - false
-
-
-def _ends_of(
-    change: InWider,
-    failing: set[Key],
-    calls: Sequence[TorchCall],
-    sizes: dict[TorchCall, float],
-) -> list[TorchCall]:
-    """The calls whose results fit again, where a run has cast none back.
-
-    None before the one that failed: what it is given would be rounded again.
-    """
-    smallest, largest = _SIZES[change.narrow]
-
-    def fits(call: TorchCall) -> bool:
-        size = sizes.get(call, torch.inf)
-        is_fitting = size == 0 or smallest < size < largest
-        return is_fitting and not has(call.name, "moves")
-
-    fitting = _keys_of(calls, fits)
-    wide: set[Value] = set()
-    ends: dict[Key, TorchCall] = {}
-    has_run = False
-    for call in calls:
-        has_run |= call.key in failing
-        is_wide = call.key in change.roots or not wide.isdisjoint(call.inputs)
-        if not is_wide or call.key in change.stops:
-            continue
-        if has_run and call.key in fitting and not call.is_in_place:
-            ends.setdefault(call.key, call)
-        else:
-            wide.update(call.results)
-    return list(ends.values())
 
 
 # Tries guarded forms of a line of an optimizer's own step.

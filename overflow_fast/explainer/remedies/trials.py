@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...base.text import dtype_name, error_line
+from ...base.text import error_line
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
-from ...guard.report.explanation import Explanation
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
-from ..call_growth import CallGrowth, growth_of
 from ..calls import Call, name_outside
-from ..explain_origin import mask_of
-from ..halving import Halving
 from ..named_tensors import magnitudes_of, state_by_name
-from ..op_call import OpCall
-from ..op_table import OpTable
 from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
-from ..sentinel import Sentinel
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
-from ..torch_calls import Key, TorchCall
-from ..trace_back import RootOp
-from ..wider import HALF
+from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
+from .failure import Failure
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
+from .step_after import grown_buffer, nonfinite_after
+from .true_step import Truth
 
 if TYPE_CHECKING:
     from .nearness import Nearness
-from .step_after import grown_buffer, nonfinite_after
-from .true_step import InFloat64, Truth, in_float64
-
-# The patches that are in place while further ones are tried, and their sum.
 
 
 @dataclass(frozen=True)
@@ -69,6 +58,19 @@ class Trial:
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
+
+
+@dataclass(eq=False)
+class Tried:
+    """A change that was tried.
+
+    Attributes:
+        patches: The patches that were in place.
+        remedy: What came of it.
+    """
+
+    patches: Sequence[Patch]
+    remedy: Remedy
 
 
 @dataclass(frozen=True)
@@ -171,11 +173,10 @@ class Trials:
 
     Attributes:
         truth: The loss and gradients in float64; None where they are not known.
-        remedies: What was tried, in order.
+        tried: What was tried, in order.
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
-        helped: The patches that made the step finite, each with its remedy.
         is_settled: Guarded forms are worse than a remedy that was found.
         torch_calls: The torch calls of the step without any patch.
     """
@@ -187,11 +188,10 @@ class Trials:
         self.truth: Truth | None = None
         self._buffers: dict[str, float] | None = None
         self.replayer = replayer
-        self.remedies: list[Remedy] = []
+        self.tried: list[Tried] = []
         self.notes: list[str] = []
         self.applied = AppliedPatches()
         self.failed: list[tuple[Trial, int]] = []
-        self.helped: list[tuple[Sequence[Patch], Remedy]] = []
         self.is_settled = False
         # A replay with a remedy is of all forwards of the step.
         self._budget = budget * max(1, len(replayer.calls))
@@ -216,6 +216,11 @@ class Trials:
     def calls(self) -> list[Call]:
         """The calls of the step, with the patches that are in place."""
         return patched_calls(self.replayer.calls, self.applied.patches)
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        """What was tried, in order."""
+        return [each.remedy for each in self.tried]
 
     @property
     def found_remedy(self) -> bool:
@@ -261,11 +266,12 @@ class Trials:
         """Puts other patches in place, on which further ones are tried."""
         self.applied, self.failed = applied, []
 
-    def attempt(self, trial: Trial) -> bool:
+    def attempt(self, trial: Trial, result: ReplayResult | None = None) -> bool:
         """Replays the step with a patch; returns True if that is a remedy.
 
         Args:
             trial: The patch. It is made besides those that are in place.
+            result: The replay, where it was run before.
         """
         applied = self.applied.with_trial(trial)
         remedy, patches = applied.remedy, applied.patches
@@ -277,7 +283,7 @@ class Trials:
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
-        result = self.run(patches, place)
+        result = self.run(patches, place) if result is None else result
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
@@ -320,10 +326,8 @@ class Trials:
         is_known = result.has_backward or remedy.true_loss is not None
         if is_finite and self._nearness is not None and not is_known:
             remedy = replace(remedy, **self._nearness.judged(patches, self._others))
-        self.remedies.append(remedy)
-        if remedy.keeps_running:
-            self.helped.append((patches, remedy))
-            self.is_settled |= trial.settles and remedy.is_right
+        self.tried.append(Tried(patches, remedy))
+        self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
 
     def _judged(
@@ -403,44 +407,13 @@ class Trials:
         """Replays a part of the step with patches."""
         from_loss = [FromLoss()] * self._drops_gradients
         observers = [] if self._nearness is None else [self._nearness]
-        return self.replayer.run(part, [*self._others, *patches, *from_loss], observers)
+        patches = [*self._others, *patches, *from_loss]
+        return self.replayer.run(part, patches, observers)
 
     @property
     def _others(self) -> list[Patch]:
         """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
-
-
-def fewest_that_help(
-    ordered: Sequence[Trial], trials: Trials
-) -> Generator[Trial, bool, Remedy | None]:
-    """The first of several changes that helps: each one does more than those before.
-
-    The first one alone, else by halving, if the last one helps. What stands for another
-    that has helped takes its place.
-
-    Args:
-        ordered: The changes.
-        trials: Tries them.
-
-    Returns:
-        The remedy; None if neither the first nor the last one is.
-    """
-    for each in [*ordered[:1], *ordered[1:][-1:]]:
-        if (yield each):
-            break
-    else:
-        return None
-    best, search = trials.remedies[-1], Halving(len(ordered) - 1)
-    if each is ordered[0]:
-        return best
-    for half in search:
-        helps = yield ordered[half.stop]
-        search.note(helps)
-        if helps:
-            trials.remedies.remove(best)
-            best = trials.remedies[-1]
-    return best
 
 
 def _any(gradient: torch.Tensor) -> bool:
@@ -453,135 +426,3 @@ def loss_of(result: ReplayResult) -> float | None:
     if not losses or not all(map(math.isfinite, losses)):
         return None
     return sum(losses) / len(losses)
-
-
-# The failure that remedies are tried for.
-
-
-@dataclass
-class Failure:
-    """A failure that is explained.
-
-    Attributes:
-        found: Its explanation.
-        op: The operation that is named, or None.
-        place: The place of the call in which it failed.
-        bad: The tensor of the batch that is non-finite, or None.
-        modules: The names of the modules that ran from the operation on, in order.
-        mask: The operation that made the infs of a mask which the operation was given.
-        lost: The operation whose rounding made it undefined, or None.
-        sentinel: A number of the failing sample that looks like a placeholder, or None.
-        growth: How results grew up to it, where it is an overflow, or None.
-        others: The replay of the other samples than the failing one, if it was run.
-        clean: The call that failed with the batch of the last clean step, or None.
-        checkpoints: Files of weights that the user gave, the newest last.
-        is_compiled: True if the step calls code that was compiled.
-        calls: The torch calls of the replay in which it was found.
-        in_float64: The step in float64; None where that is not the same step.
-        loss: The loss of the step, where it is finite; else None.
-        met: The forward operation whose derivative was the first to be non-finite,
-            where a tensor of the batch was so before.
-        usual_loss: The largest loss of the steps before, or None.
-        usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
-            none is known.
-        optimizers: The optimizers, which make a step with what is tried.
-        stays_within: The step ends finite: what follows leaves the bad values out.
-        within: The module that has them then; None if it is of none.
-    """
-
-    found: Explanation
-    op: OpCall | None
-    place: int
-    bad: torch.Tensor | None = None
-    modules: Sequence[str] = ()
-    mask: OpCall | None = None
-    lost: OpCall | None = None
-    sentinel: Sentinel | None = None
-    growth: CallGrowth | None = None
-    others: ReplayResult | None = None
-    clean: Call | None = None
-    checkpoints: Sequence[str | os.PathLike[str]] = ()
-    is_compiled: bool = False
-    calls: Sequence[TorchCall] = ()
-    in_float64: InFloat64 | None = None
-    usual_loss: float | None = None
-    usual_gradient: float = 0.0
-    optimizers: Sequence[torch.optim.Optimizer] = ()
-    stays_within: bool = False
-    within: str | None = None
-    loss: float | None = None
-    met: OpCall | None = None
-
-    @property
-    def failing_calls(self) -> list[TorchCall]:
-        """The torch call that failed, if it is known; in backward, the forward's."""
-        own = None if self.op is None else self.op.torch_call
-        return [] if own is None else [own]
-
-    @property
-    def is_meant(self) -> bool:
-        """True if the loss holds the infs of a mask, and nothing else is wrong."""
-        is_whole = self.found.phase == "forward"
-        return is_whole and self.op is not None and self.op.is_meant
-
-    @classmethod
-    def of(
-        cls, found: Explanation, root_op: RootOp, table: OpTable, place: int
-    ) -> Failure:
-        """Makes the failure of an origin that is explained.
-
-        Args:
-            found: The explanation.
-            root_op: The origin.
-            table: The operations of the replay in which it was found.
-            place: The place of the call.
-        """
-        if not isinstance(root_op.source, OpCall):
-            is_of_batch = root_op.source.kind == "batch"
-            bad = root_op.source.tensor if is_of_batch else None
-            derivatives = (op for op in table.ops if op.in_backward and op.kinds)
-            first = next(derivatives, None) if is_of_batch else None
-            return cls(
-                *(found, None, place, bad),
-                is_compiled=table.is_compiled,
-                calls=table.torch_calls,
-                met=None if first is None else first.forward,
-            )
-        op, made = root_op.source.named, mask_of(root_op.source)
-        ran = [each.module for each in table.ops[op.index :] if each.module]
-        return cls(
-            *(found, op, place),
-            modules=list(dict.fromkeys(ran)),
-            mask=made if isinstance(made, OpCall) else None,
-            growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
-            is_compiled=table.is_compiled,
-            calls=table.torch_calls,
-            in_float64=in_float64(table),
-        )
-
-    @property
-    def mark(self) -> tuple[Any, ...]:
-        """Its phase, operation, module and line, which tell it from others."""
-        found, op = self.found, self.found.op
-        if op is None:
-            return found.phase, found.tensor
-        keys = [call.key for call in self.failing_calls]
-        return found.phase, found.module, op.file, op.line, op.name, *keys
-
-    @property
-    def is_complex(self) -> bool:
-        """True if the call that failed was given complex numbers."""
-        values = [value for call in self.failing_calls for value in call.inputs]
-        return any(value.dtype.is_complex for value in values)
-
-    @property
-    def half(self) -> torch.dtype | None:
-        """The half precision that the operation works in, where a wider one helps.
-
-        bfloat16 rounds, and overflows no sooner than float32.
-        """
-        op = self.found.op
-        tensors = [] if op is None else [*op.outputs, *op.inputs]
-        dtypes = {each.dtype for each in tensors}
-        may_help = HALF[:1] if self.found.is_overflow else HALF
-        return next((each for each in may_help if dtype_name(each) in dtypes), None)

@@ -23,10 +23,9 @@ from ..bounds import norm_of, tolerance
 from ..op_table import OpTable
 from ..replayer import ReplayResult
 from ..torch_calls import TorchCall, TorchCalls, tensors_among
-from ..wider import TO_FLOAT64, autocast_off, cast_all, run_wider
+from ..wider import CAST_METHODS, TO_FLOAT64, autocast_off, cast_all, run_wider
 from .patches import InDtype, in_wider_memory
 
-_CASTS = ("half", "float", "bfloat16", "double")
 # What leaves a random share of its argument out, and is linear in it.
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout")
 
@@ -69,7 +68,7 @@ class _Widening(TorchCalls):
             with autocast_off((args, kwargs)):
                 result = self._random(name, own, func, args, kwargs)
             return cast_all(result, TO_FLOAT64)
-        if own in _CASTS:
+        if own in CAST_METHODS.values():
             func = torch.Tensor.double
         if own != "__setitem__" and (not own.endswith("_") or own.endswith("__")):
             result = run_wider(func, args, kwargs, TO_FLOAT64)

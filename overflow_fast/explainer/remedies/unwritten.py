@@ -23,8 +23,9 @@ from ...guard.report.remedy import Remedy
 from ...torch_internals.module_internals import BUFFERS
 from ..calls import Call
 from ..explain_origin import CARRIED
+from .failure import Failure
 from .patches import ChangedCall
-from .trials import Attempts, Failure, Trial, Trials
+from .trials import Attempts, Trial, Trials
 
 
 def zero_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -33,16 +34,18 @@ def zero_trials(failure: Failure, trials: Trials) -> Attempts:
     if call.has_backward or not trials.replayer.ranks.is_alone:
         return
     name, cache = found.tensor, dict(call.leaves()).get(found.tensor)
-    code, models = f"{name}.zero_()", trials.replayer.models
+    put, models = ".nan_to_num_(0.0, 0.0, 0.0)", trials.replayer.models
+    code = f"{name}{put}"
     if cache is None:
         if not _kept_at(models, name)[0]:
             return
         owner, _, key = name.rpartition(".")
         is_one = len(models) == 1
-        code = f'model.get_submodule("{owner}").{key}.zero_()' if is_one else ""
+        code = f'model.get_submodule("{owner}").{key}{put}' if is_one else ""
     elif not call.was_written(cache):
         return
-    remedy = Remedy(f"zero `{name}` when it is allocated", code)
+    text = f"put 0 in the place of what is not finite in `{name}` before the call"
+    remedy = Remedy(text, code)
     if (yield Trial(remedy, WithoutBad(failure.place, name, cache is None))):
         found.cause = BAD_WEIGHTS.name if cache is None else BAD_DATA.name
         said = CARRIED.format(f"`{name}`")

@@ -6,21 +6,15 @@ import ast
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from ...base.text import dtype_name
 from ...base.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import TorchCall, Value
+from ..wider import CAST_METHODS
 from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
 from .source import NOT_WRITTEN, Edit, NotWrittenError
 from .written import Writer, short_text
-
-_CASTS = {
-    **{torch.float16: "half", torch.bfloat16: "bfloat16"},
-    **{torch.float32: "float", torch.float64: "double"},
-}
 
 
 def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
@@ -113,7 +107,7 @@ def _edits(
     root: TorchCall | None,
     calls: Sequence[TorchCall],
 ) -> tuple[Edit, ...]:
-    writer, cast = Writer(call, calls), _CASTS[change.wide]
+    writer, cast = Writer(call, calls), CAST_METHODS[change.wide]
     if isinstance(writer.node, ast.AugAssign):
         raise NotWrittenError("it writes to its argument")
     if casts and inner_place(call):  # `keep_in_fp32` has the weights in float32, too
@@ -128,7 +122,7 @@ def _edits(
     else:
         new = writer.place_whole()
     if is_end:
-        new = _cast_back(new, root, writer, _CASTS[change.narrow])
+        new = _cast_back(new, root, writer, CAST_METHODS[change.narrow])
     return writer.edits_to(new)
 
 

@@ -139,8 +139,8 @@ class StraySteps:
             raise RuntimeError(
                 f"The step of {type(optimizer).__name__} has to be skipped, but cannot "
                 "be left out: the call came from a method or compiled code that was "
-                "taken before the guard was made. No weight has changed. Call "
-                "optimizer.step(), or make the guard first."
+                "taken before the guard was made. None of its weights has changed. "
+                "Call optimizer.step(), or make the guard first."
             )
         parameters = stepped_by(optimizer)
         self._hidden = [(p, p.grad) for p in parameters]

@@ -39,13 +39,13 @@ class Elsewhere:
         moved: By how much the gradients change, relative to them (L2 norms over all
             parameters); None where that was not measured.
         losses: The loss without the remedy and with it; None if it is not known.
-        stand_in: The sample that was put in this batch in place of the one that fails;
-            None if it is the batch of the last clean step.
+        left_out: The sample that was left out of this batch, since it fails; None if
+            it is the batch of the last clean step.
     """
 
     moved: float | None = None
     losses: tuple[float, float] | None = None
-    stand_in: int | None = None
+    left_out: int | None = None
 
     @property
     def change(self) -> float:
@@ -63,12 +63,12 @@ class Elsewhere:
 
     def __str__(self) -> str:
         """The change in words."""
-        clean = "the last clean batch" if self.stand_in is None else ""
+        clean = "the last clean batch" if self.left_out is None else ""
         if self.losses is not None and self._change_of_loss > SAME:
             before, after = self.losses
             change = f"the loss is {after:.4g} instead of {before:.4g}"
-            where = clean or f"sample {self.stand_in} in place of this one"
-            return f"with {where} {change}"
+            where = f"with {clean}" if clean else f"without sample {self.left_out}"
+            return f"{where} {change}"
         if self.change:
             whose = f"{clean}'s" if clean else "the other samples'"
             return f"{whose} gradients change by {self.moved:.2g} of their norm"
@@ -232,9 +232,9 @@ class Remedy:
         if not self.tried:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
-        loss += self._error_text()
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
-        clauses = [f"finite{loss}{on_rank}" if self.is_finite else "not finite"]
+        finite = f"finite{loss}{on_rank}{self._error_text()}"
+        clauses = [finite if self.is_finite else "not finite"]
         if self.breaks:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:

@@ -83,7 +83,7 @@ class ReportText:
         rows += [(Need.ORIGIN, [printable(each)]) for each in open_ends]
         rows += [(Need.REMEDY, [printable(each)]) for each in self._advice()]
         rows += [] if words is None else words.needed_remedies()
-        outcome = " ".join([*self._outcome(), *self._unharmed(), *self._where()])
+        outcome = " ".join([*self._outcome(), *self._where()])
         lines = [printable(self._event()[0]), printable(outcome)]
         room = _MOST_LINES - len(lines)
         shown = dict[int, list[str]]()
@@ -92,17 +92,6 @@ class ReportText:
             shown[i] = row if len(row) <= room else row[: min(room, 1)]
             room -= len(shown[i])
         return "\n".join([*lines, *(line for i in sorted(shown) for line in shown[i])])
-
-    def _unharmed(self) -> list[str]:
-        """That nothing is lost, where that is so."""
-        first, report = self.verdict.first, self.report
-        is_undone = report.moment == "before" and report.action != "warn"
-        if first is None or not is_undone or report.is_beyond_repair:
-            return []
-        cause = "" if self.explanation is None else self.explanation.cause
-        is_of_state = first.kind in ("weight", "buffer", "optimizer_state")
-        is_older = "checkpoints" in Cause.of(cause).remedies  # earlier steps did it
-        return [] if is_of_state or is_older else ["No weight has changed."]
 
     def _where(self) -> list[str]:
         """Where all is that an exception has no room for."""

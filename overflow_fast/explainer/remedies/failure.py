@@ -1,0 +1,158 @@
+"""The failure that remedies are tried for: its explanation, and what was measured.
+
+A `Search` makes one of the origin that it has explained (`Failure.of`) and fills in
+what it knows of the step. Where a remedy uncovers another failure in the same step,
+`attempts.py` makes one of that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...base.text import dtype_name
+from ...guard.report.explanation import Explanation
+from ..call_growth import CallGrowth, growth_of
+from ..calls import Call
+from ..explain_origin import mask_of
+from ..op_call import OpCall
+from ..op_table import OpTable
+from ..replayer import ReplayResult
+from ..sentinel import Sentinel
+from ..torch_calls import TorchCall
+from ..trace_back import RootOp
+from ..wider import HALF
+from .true_step import InFloat64, in_float64
+
+
+@dataclass
+class Failure:
+    """A failure that is explained.
+
+    Attributes:
+        found: Its explanation.
+        op: The operation that is named, or None.
+        place: The place of the call in which it failed.
+        bad: The tensor of the batch that is non-finite, or None.
+        modules: The names of the modules that ran from the operation on, in order.
+        mask: The operation that made the infs of a mask which the operation was given.
+        lost: The operation whose rounding made it undefined, or None.
+        sentinel: A number of the failing sample that looks like a placeholder, or None.
+        growth: How results grew up to it, where it is an overflow, or None.
+        others: The replay of the step without the sample that fails, if it was run.
+        clean: The call that failed with the batch of the last clean step, or None.
+        checkpoints: Files of weights that the user gave, the newest last.
+        is_compiled: True if the step calls code that was compiled.
+        calls: The torch calls of the replay in which it was found.
+        in_float64: The step in float64; None where that is not the same step.
+        loss: The loss of the step, where it is finite; else None.
+        met: The forward operation whose derivative was the first to be non-finite,
+            where a tensor of the batch was so before.
+        usual_loss: The largest loss of the steps before, or None.
+        usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
+            none is known.
+        optimizers: The optimizers, which make a step with what is tried.
+        stays_within: The step ends finite: what follows leaves the bad values out.
+        within: The module that has them then; None if it is of none.
+    """
+
+    found: Explanation
+    op: OpCall | None
+    place: int
+    bad: torch.Tensor | None = None
+    modules: Sequence[str] = ()
+    mask: OpCall | None = None
+    lost: OpCall | None = None
+    sentinel: Sentinel | None = None
+    growth: CallGrowth | None = None
+    others: ReplayResult | None = None
+    clean: Call | None = None
+    checkpoints: Sequence[str | os.PathLike[str]] = ()
+    is_compiled: bool = False
+    calls: Sequence[TorchCall] = ()
+    in_float64: InFloat64 | None = None
+    usual_loss: float | None = None
+    usual_gradient: float = 0.0
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    stays_within: bool = False
+    within: str | None = None
+    loss: float | None = None
+    met: OpCall | None = None
+
+    @property
+    def failing_calls(self) -> list[TorchCall]:
+        """The torch call that failed, if it is known; in backward, the forward's."""
+        own = None if self.op is None else self.op.torch_call
+        return [] if own is None else [own]
+
+    @property
+    def is_meant(self) -> bool:
+        """True if the loss holds the infs of a mask, and nothing else is wrong."""
+        is_whole = self.found.phase == "forward"
+        return is_whole and self.op is not None and self.op.is_meant
+
+    @classmethod
+    def of(
+        cls, found: Explanation, root_op: RootOp, table: OpTable, place: int
+    ) -> Failure:
+        """Makes the failure of an origin that is explained.
+
+        Args:
+            found: The explanation.
+            root_op: The origin.
+            table: The operations of the replay in which it was found.
+            place: The place of the call.
+        """
+        if not isinstance(root_op.source, OpCall):
+            is_of_batch = root_op.source.kind == "batch"
+            bad = root_op.source.tensor if is_of_batch else None
+            derivatives = (op for op in table.ops if op.in_backward and op.kinds)
+            first = next(derivatives, None) if is_of_batch else None
+            return cls(
+                *(found, None, place, bad),
+                is_compiled=table.is_compiled,
+                calls=table.torch_calls,
+                met=None if first is None else first.forward,
+            )
+        op, made = root_op.source.named, mask_of(root_op.source)
+        ran = [each.module for each in table.ops[op.index :] if each.module]
+        return cls(
+            *(found, op, place),
+            modules=list(dict.fromkeys(ran)),
+            mask=made if isinstance(made, OpCall) else None,
+            growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
+            is_compiled=table.is_compiled,
+            calls=table.torch_calls,
+            in_float64=in_float64(table),
+        )
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """Its phase, operation, module and line, which tell it from others."""
+        found, op = self.found, self.found.op
+        if op is None:
+            return found.phase, found.tensor
+        keys = [call.key for call in self.failing_calls]
+        return found.phase, found.module, op.file, op.line, op.name, *keys
+
+    @property
+    def is_complex(self) -> bool:
+        """True if the call that failed was given complex numbers."""
+        values = [value for call in self.failing_calls for value in call.inputs]
+        return any(value.dtype.is_complex for value in values)
+
+    @property
+    def half(self) -> torch.dtype | None:
+        """The half precision that the operation works in, where a wider one helps.
+
+        bfloat16 rounds, and overflows no sooner than float32.
+        """
+        op = self.found.op
+        tensors = [] if op is None else [*op.outputs, *op.inputs]
+        dtypes = {each.dtype for each in tensors}
+        may_help = HALF[:1] if self.found.is_overflow else HALF
+        return next((each for each in may_help if dtype_name(each) in dtypes), None)

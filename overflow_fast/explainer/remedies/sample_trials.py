@@ -1,0 +1,136 @@
+"""Remedies that change the batch: without bad samples, with other numbers in them.
+
+Each is run on the step, as remedies of code are; what it says is of this batch alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ...base.tree import tensors
+from ...guard.report.remedy import Remedy
+from ..calls import Call, ModelCall, batch_size
+from ..sentinel import outlier_in
+from .failure import Failure
+from .patches import ClampedBatch, SomeSamples, WithoutNumber
+from .trials import Attempts, Trial, Trials
+
+
+def dropping_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The step without the samples that are not finite."""
+    found = failure.found
+    if trials.found_remedy:
+        return
+    size, bad = batch_size(trials.calls[failure.place]), failure.bad
+    if not trials.replayer.ranks.can_cut(failure.place):
+        return
+    if size is None or bad is None or not bad.dim() or len(bad) != size:
+        return
+    rows = bad.detach().isfinite().reshape(size, -1).all(1).nonzero().flatten().tolist()
+    if not rows:
+        return
+    name = found.tensor
+    yield from _clamp_to_least(bad, failure)
+    mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
+    remedy = Remedy(
+        f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
+        _dropping_code(trials.calls[failure.place], mask),
+        is_of_data=True,
+    )
+    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+
+
+def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
+    """The least finite number in place of -inf alone, as a logarithm of 0 gives it.
+
+    Not in a mask, which has one finite number.
+    """
+    is_low, finite = bad == -math.inf, bad[bad.isfinite()]
+    is_mask = not finite.numel() or bool(finite.min() == finite.max())
+    if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
+        return
+    name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
+    code = f"{name}.clamp_(min={low:g})"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.clamp(min={low:g})"
+    words = f"clamp `{name}` to at least {low:g}, its least finite number"
+    remedy = Remedy(words, code, is_of_data=True)
+    yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
+
+
+def without_sample(
+    failure: Failure, trials: Trials, without: SomeSamples
+) -> Iterator[Trial]:
+    """The step without the one sample that fails, and with smaller numbers in it."""
+    sample, call = failure.found.sample, trials.replayer.calls[failure.place]
+    if sample is None or failure.found.phase == "data":
+        return
+    outlier = outlier_in(call, sample) if sample.outlier else None
+    text, code = f"leave sample {int(sample)} out of this batch", ""
+    if outlier is not None:
+        name, bound = outlier.name, outlier.bound
+        text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
+        mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
+        code = _dropping_code(call, mask)
+        usual = outlier.usual
+        clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
+        if name.isidentifier():
+            clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
+        words = f"clamp `{name}` to {usual:g} in magnitude"
+        remedy = Remedy(words, clamped, is_of_data=True)
+        yield Trial(remedy, ClampedBatch(failure.place, name, -usual, usual))
+    remedy = Remedy(text, code, is_of_data=True)
+    yield Trial(remedy, without)
+
+
+def _dropping_code(call: Call, mask: str) -> str:
+    """The code that leaves samples out of a batch, or "" where it is none of a line.
+
+    Args:
+        call: The call with the batch.
+        mask: The expression for those that are kept.
+    """
+    lines = [f"keep = {mask}"]
+    for name, value in call.variables().items():
+        parts = list(value.values()) if type(value) is dict else value
+        parts = [parts] if isinstance(parts, torch.Tensor) else parts
+        if not any(isinstance(each, torch.Tensor) for _, each in tensors(value)):
+            continue
+        if type(parts) not in (list, tuple) or not all(map(_has_samples, parts)):
+            return ""
+        if isinstance(value, torch.Tensor):
+            lines.append(f"{name} = {name}[keep]")
+        elif type(value) is dict:
+            lines.append(f"{name} = {{k: v[keep] for k, v in {name}.items()}}")
+        else:
+            kept = f"each[keep] for each in {name}"
+            lines.append(
+                f"{name} = "
+                + (f"[{kept}]" if type(value) is list else f"tuple({kept})")
+            )
+    if isinstance(call, ModelCall):
+        lines[-1] += "  # and what belongs to it, such as labels"
+    return "\n".join(lines)
+
+
+def _has_samples(each: Any) -> bool:
+    return isinstance(each, torch.Tensor) and each.dim() > 0
+
+
+def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The step with 0 in place of a number that looks like a placeholder."""
+    sentinel = failure.sentinel
+    if sentinel is None or not sentinel.can_be_replaced:
+        return
+    if not trials.replayer.ranks.is_alone:
+        return
+    name, number = sentinel.name, sentinel.number
+    code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
+    if name.isidentifier():
+        code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
+    yield Trial(remedy, WithoutNumber(failure.place, number))

@@ -1,0 +1,93 @@
+"""Remedies that change weights: smaller ones, or such as can be computed with."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from ...base.modules import module_of_parameter
+from ...guard.report.remedy import Remedy
+from ..named_tensors import names_of
+from .failure import Failure
+from .patches import OtherWeights, ScaledWeights
+from .trials import Attempts, Trial, Trials
+
+_FEW_NAMES = 4  # weights whose names are listed; of more a pattern is given
+
+
+def smaller_trials(failure: Failure, trials: Trials) -> Attempts:
+    """Smaller weights where results grow with each call, as another init gives them."""
+    growth = failure.growth
+    if growth is None:
+        return
+    names = [
+        name
+        for kind, name, tensor in names_of(trials.replayer.models)
+        if kind == "parameter" and tensor.dim() > 1
+        if module_of_parameter(name) in growth.modules
+    ]
+    if not names or len(trials.replayer.models) > 1:
+        return
+    factor = float(f"{0.95 / growth.factor:.2g}")
+    weights = names[0] if len(names) == 1 else f"{len(names)} weights"
+    remedy = Remedy(
+        f"multiply {weights} by {factor:g}, as a smaller initialization does",
+        _scaling_code(names, factor, trials),
+    )
+    yield Trial(remedy, ScaledWeights(dict.fromkeys(names, factor)))
+
+
+def repair_trials(failure: Failure, trials: Trials) -> Attempts:
+    """Other values for what a layer holds, and cannot be computed with."""
+    module, op = failure.found.module, failure.found.op
+    if op is None or len(trials.replayer.models) > 1:
+        return
+    for _, name, tensor in names_of(trials.replayer.models):
+        owner, _, own = name.rpartition(".")
+        if "batch_norm" in op.name and owner == module and own == "running_var":
+            is_bad = tensor < 0
+            text = f"set the negative values of {name} to 1, as in a new layer"
+            remedy = Remedy(text, _NEGATIVE.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().masked_fill(is_bad, 1)
+                yield Trial(remedy, OtherWeights({name: value}))
+        # A parametrization is a module below what owns the weights.
+        is_near = owner == module or module.startswith(f"{owner}.")
+        if "weight_norm" in op.name and is_near and own in _DIRECTIONS:
+            is_bad = tensor.detach().flatten(1).norm(dim=1) == 0
+            text = f"fill rows of {name} that are 0 with small random numbers"
+            remedy = Remedy(text, _ZERO_ROWS.format(name))
+            if bool(is_bad.any()):
+                value = tensor.detach().clone()
+                generator = torch.Generator().manual_seed(0)  # not the program's
+                rows = torch.randn(value[is_bad].shape, generator=generator)
+                value[is_bad] = 0.02 * rows.to(value)
+                yield Trial(remedy, OtherWeights({name: value}))
+
+
+_NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
+_DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
+_ZERO_ROWS = (
+    'v = model.get_parameter("{}").data\n'
+    "is_zero = v.flatten(1).norm(dim=1) == 0\n"
+    "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
+)
+
+
+def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
+    """The code that multiplies weights: by a pattern, where there are many."""
+    patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
+    pattern = "|".join(sorted(patterns))
+    all_names = [name for _, name, _ in names_of(trials.replayer.models)]
+    alike = [name for name in all_names if re.fullmatch(pattern, name)]
+    if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
+        return (
+            "for name, weight in model.named_parameters():\n"
+            f'    if re.fullmatch(r"{pattern}", name):\n'
+            f"        weight.data.mul_({factor:g})"
+        )
+    scale = f".data.mul_({factor:g})"
+    if len(names) == 1:
+        return f'model.get_parameter("{names[0]}"){scale}'
+    return f"for name in {names}: model.get_parameter(name){scale}"
