@@ -77,6 +77,8 @@ def _schedule_of(value: Any) -> Any:
     return Schedule(value) if type(value) is int else value
 
 
+# The arguments that hold patterns of modules' names, which only a model can refuse.
+OF_MODULES = ("include", "exclude", "allow")
 # Shorter forms of objects.
 _STANDS_FOR: dict[str, Callable[[Any], Any]] = {
     "on_overflow": plain_action,

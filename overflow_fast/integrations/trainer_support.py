@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import nn
 
+from ..guard.config import OF_MODULES
 from ..guard.guard import OverflowGuard
 from ..guard.kinds import reusable
 from ..guard.process import has_process_group
@@ -45,10 +46,9 @@ class GuardOwner:
         if evaluation not in ("log", "alarm"):
             raise ValueError(f"evaluation must be 'log' or 'alarm', got {evaluation!r}")
         self._logs_evaluation = evaluation == "log"
-        # The names of modules are not known yet.
-        named = ("include", "exclude", "allow")
         arguments = reusable(arguments)  # each training has a guard of its own
-        known = {name: arg for name, arg in arguments.items() if name not in named}
+        # The names of modules are not known yet.
+        known = {k: each for k, each in arguments.items() if k not in OF_MODULES}
         trial = OverflowGuard(nn.Identity(), **known)
         trial.remove()
         self._arguments = arguments

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from ... import _C
 from ...base.tree import dotted, entry_label
 from ...base.types import TensorPath
-from ...detector.selection import example_of
+from ...detector.selection import NoModuleError, example_of
 from ..watching.watch import ModelWatch
 from .roles import FORWARDS, OF_CALLS, kind_of
 
@@ -86,11 +86,11 @@ class Rules:
         return bool(self._rules)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raises ValueError for a rule that matches no module."""
+        """Raises NoModuleError for a rule that matches no module."""
         names = list(names)
         for rule in self._rules:
             if not any(fnmatchcase(name, rule.module) for name in names):
-                raise ValueError(
+                raise NoModuleError(
                     f"allow: the rule {rule.text!r} must begin with a pattern of "
                     f"module names{example_of(names)} ('' is the model itself); "
                     f"{rule.module!r} matches none"

@@ -194,6 +194,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    from ...guard.config import OF_MODULES
     from ...integrations.script_guard import ScriptGuard
     from .guard_options import guard_arguments, typed_options
 
@@ -203,7 +204,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (TypeError, ValueError, ImportError) as error:
         return fail(f"overflow_fast run: {error}")
     try:
-        status = _run_guarded(guard, parsed, given.keys() & {"include", "exclude"})
+        status = _run_guarded(guard, parsed, given.keys() & set(OF_MODULES))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

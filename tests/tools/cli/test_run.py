@@ -194,8 +194,20 @@ def test_a_wrong_syntax_is_shown_as_python_shows_it(tmp_path):
     assert "SyntaxError" in done.stderr and done.stderr.count("  File ") == 1
 
 
-def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path, as_kept):
-    done = run(tmp_path, PLAIN, "-1", options=("--include", "zzz*"))
+OF_NO_MODULE = pytest.mark.parametrize(
+    "options", [("--include", "zzz*"), ("--config", "rules.toml")], ids=" ".join
+)
+
+
+@pytest.fixture
+def rules(tmp_path):
+    (tmp_path / "rules.toml").write_text('allow = {"*.zzz:output" = "-inf"}')
+
+
+@OF_NO_MODULE
+@pytest.mark.usefixtures("rules")
+def test_a_pattern_of_no_module_ends_the_run_before_a_step(tmp_path, options, as_kept):
+    done = run(tmp_path, PLAIN, "-1", options=options)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
@@ -376,8 +388,10 @@ def test_a_trainer_gets_the_callback(tmp_path, as_kept):
     as_kept(said_by_us(done))
 
 
-def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path, as_kept):
-    done = run(tmp_path, TRAINER, "1", "", options=("--include", "zzz*"))
+@OF_NO_MODULE
+@pytest.mark.usefixtures("rules")
+def test_a_pattern_of_no_module_ends_a_trainer_too(tmp_path, options, as_kept):
+    done = run(tmp_path, TRAINER, "1", "", options=options)
     assert done.returncode == 2
     as_kept(said_by_us(done))
 
