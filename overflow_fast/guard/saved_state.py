@@ -53,17 +53,25 @@ class SavedState:
             return False
         return None if self.not_checked else True
 
+    @property
+    def gist(self) -> str:
+        """What it is, and what was found, as a clause."""
+        if self.bad:
+            found = f"{len(self.bad)} not finite"
+        elif not self.not_checked:
+            found = "finite"
+        elif self.num_tensors:
+            found = "no non-finite value found, but not all was checked"
+        else:
+            found = "nothing could be checked"
+        return f"{self.path or 'the state dict'}: {found}"
+
     def __str__(self) -> str:
         """Writes what was found in a line, and a line for each tensor that is bad."""
-        states = {
-            True: "finite",
-            False: f"{len(self.bad)} not finite",
-            None: "no non-finite value found, but not all was checked",
-        }
         tensors = counted(self.num_tensors, "tensor")
-        size = f"{tensors}, {self.num_bytes / 2**20:.1f} MiB"
+        size = f" ({tensors}, {self.num_bytes / 2**20:.1f} MiB)"
         lines = [
-            f"{self.path or 'the state dict'}: {states[self.is_finite]} ({size})",
+            f"{self.gist}{size if self.num_tensors else ''}",
             *(f"  {e.label}: {e.nonfinite_text()}, {e.dtype}" for e in self.bad),
             *(f"  not checked: {each}" for each in self.not_checked),
         ]

@@ -87,10 +87,7 @@ def _saved_report(source: Mapping[str, Any] | Path, rules: Rules) -> Report | No
     found = check_saved(source, rules)
     report = found.report()
     if report is None and found.not_checked:
-        raise FileError(
-            f"no non-finite value was found in {found.path or 'the state dict'}, but "
-            f"not all was checked: {some(found.not_checked, 3)}"
-        )
+        raise FileError(f"{found.gist}: {some(found.not_checked, 3)}")
     return report
 
 

@@ -129,7 +129,7 @@ def test_what_cannot_be_read_is_not_called_finite(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
     found = checked(tmp_path / "x.pt")
     assert found.is_finite is None and len(found.not_checked) == 1
-    with pytest.raises(ValueError, match="not all was checked"):
+    with pytest.raises(ValueError, match="nothing could be checked"):
         assert_finite_state(tmp_path)
 
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ...guard.files.json_text import dumps
-from .subcommand import Commands, add_command, command, fail, reason
+from ...guard.files.reading import why_unreadable
+from .subcommand import Commands, add_command, command, fail
+
+if TYPE_CHECKING:
+    from ...guard.saved_state import SavedState
+    from ...guard.verdict.rules import Rules
 
 _FINITE, _BAD, _UNKNOWN = 0, 1, 2  # exit statuses; of several paths 1 goes first
 
@@ -42,24 +50,41 @@ def add_check(commands: Commands) -> None:
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
-    from ...guard.saved_state import check_saved
     from ...guard.verdict.rules import Rules
 
-    status = _FINITE
     try:
-        rules = Rules(dict(map(_rule_of, parsed.allow)))
-        for path in parsed.paths:
-            found = check_saved(path, rules)
-            print(dumps(found.to_dict()) if parsed.json else found)
-            own = {True: _FINITE, False: _BAD, None: _UNKNOWN}[found.is_finite]
-            status = own if status == _FINITE or own == _BAD else status
-    except (OSError, ValueError) as error:
-        return fail(f"The checkpoint cannot be checked: {reason(error)}")
+        rules = Rules(_allowed(parsed.allow))
+    except ValueError as error:
+        return fail(f"overflow_fast check: {error}")
+    status = _FINITE
+    for path in parsed.paths:
+        found = _checked(path, rules)
+        if parsed.json:
+            print(dumps(found.to_dict()))
+        else:
+            print(found, file=sys.stdout if found.num_tensors else sys.stderr)
+        own = {True: _FINITE, False: _BAD, None: _UNKNOWN}[found.is_finite]
+        status = own if status == _FINITE or own == _BAD else status
     return status
 
 
-def _rule_of(text: str) -> tuple[str, list[str]]:
-    place, found, kinds = text.rpartition("=")
-    if not found:
-        raise ValueError(f"--allow must be such as '*:buffer.mask=-inf', got {text!r}")
-    return place, kinds.split(",")
+def _checked(path: str, rules: Rules) -> SavedState:
+    from ...guard.saved_state import SavedState, check_saved
+
+    try:
+        return check_saved(path, rules)
+    except (OSError, ValueError) as error:  # the other paths are checked all the same
+        return SavedState(path, not_checked=[why_unreadable(error)])
+
+
+def _allowed(typed: Iterable[str]) -> dict[str, list[str]]:
+    """The rules of all `--allow`; several for one place count together."""
+    allowed: dict[str, list[str]] = {}
+    for text in typed:
+        place, found, kinds = text.rpartition("=")
+        if not found:
+            raise ValueError(
+                f"--allow must be such as '*:buffer.mask=-inf', got {text!r}"
+            )
+        allowed.setdefault(place, []).extend(kinds.split(","))
+    return allowed

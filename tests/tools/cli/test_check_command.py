@@ -30,6 +30,8 @@ STATUS = {
     "bad.pt --allow mask=-inf": 2,
     "none.pt": 2,
     "good.pt none.pt": 2,
+    "none.pt bad.pt": 1,
+    "bad.pt --allow *:*=nan --allow *:*=-inf": 0,
 }
 
 
@@ -41,8 +43,9 @@ def test_the_status_says_what_was_found(typed, folder, capsys, as_kept):
 
 
 def test_json_is_a_line_for_each_path(folder, capsys):
-    assert main(["check", "good.pt", "bad.pt", "--json"]) == 1
-    good, bad = map(json.loads, capsys.readouterr().out.splitlines())
+    assert main(["check", "good.pt", "none.pt", "bad.pt", "--json"]) == 1
+    good, none, bad = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (none["is_finite"], none["num_tensors"]) == (None, 0)
     assert (good["path"], good["is_finite"], good["bad"]) == ("good.pt", True, [])
     assert [each["name"] for each in bad["bad"]] == ["w", "mask"]
     assert (bad["bad"][0]["num_nan"], bad["is_finite"]) == (1, False)
