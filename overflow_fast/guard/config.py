@@ -30,6 +30,7 @@ from .kinds import (
     Kind,
     check_safetensors,
     is_path,
+    names_arguments,
     one_of,
     whole,
 )
@@ -77,8 +78,6 @@ def _schedule_of(value: Any) -> Any:
     return Schedule(value) if type(value) is int else value
 
 
-# The arguments that hold patterns of modules' names, which only a model can refuse.
-OF_MODULES = ("include", "exclude", "allow")
 # Shorter forms of objects.
 _STANDS_FOR: dict[str, Callable[[Any], Any]] = {
     "on_overflow": plain_action,
@@ -260,6 +259,19 @@ class GuardConfig(Options):
             ImportError: If `evidence` is given and safetensors is not installed.
         """
         return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+
+    @classmethod
+    def of_given(cls, arguments: Mapping[str, Any]) -> GuardConfig:
+        """Checks the arguments that a guard is to be made with once there is a model.
+
+        Names of modules, which only the model knows, are not checked.
+
+        Raises:
+            TypeError, ValueError: If one of them cannot be used, or there is none of
+                its name.
+            ImportError: If `evidence` is given and safetensors is not installed.
+        """
+        return names_arguments(cls, "OverflowGuard")(**arguments)
 
     def __post_init__(self) -> None:
         """Makes objects of what stands for them, and checks the fields."""

@@ -139,22 +139,26 @@ def check_paths(name: str, value: Any) -> None:
 
 
 def names_arguments(
-    function: Callable[_Parameters, _Result],
+    function: Callable[_Parameters, _Result], owner: str = ""
 ) -> Callable[_Parameters, _Result]:
     """Wraps a function so that a keyword it does not take is answered with one it does.
+
+    Args:
+        function: A class, or its method.
+        owner: Who has the arguments, if it is not this class.
 
     Raises:
         TypeError: From the wrapped function, for such a keyword.
     """
     known = [n for n in inspect.signature(function).parameters if n.isidentifier()]
     names = [name for name in known if name != "self" and name[0] != "_"]
+    owner = owner or function.__qualname__.partition(".")[0]
 
     @functools.wraps(function)
     def called(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         for name in kwargs:
             if name not in known:
                 meant = nearest(name, names) or f": they are {', '.join(names)}"
-                owner = function.__qualname__.partition(".")[0]
                 raise TypeError(f"{owner} has no argument {name}{meant}")
         return function(*args, **kwargs)
 

@@ -68,7 +68,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]
 
 
 def _guarded(mark: pytest.Mark, item: pytest.Item) -> Generator[None, Any, Any]:
-    from .script_guard import ScriptGuard
+    from ..guard.config import GuardConfig
+    from .script_guard import ScriptGuard, UnusableArgumentsError
 
     __tracebackhide__ = True
     if mark.args:
@@ -78,14 +79,24 @@ def _guarded(mark: pytest.Mark, item: pytest.Item) -> Generator[None, Any, Any]:
             f"as watch='tripwire', got {given}",
             pytrace=False,
         )
+    try:
+        GuardConfig.of_given(mark.kwargs)
+    except (TypeError, ValueError, ImportError) as error:
+        raise _failure(error) from None
     guard = ScriptGuard(mark.kwargs)
-    with guard.watching():
-        result = yield
+    try:
+        with guard.watching():
+            result = yield
+    except UnusableArgumentsError as error:
+        raise _failure(error) from None
     if why := guard.why_nothing_was_guarded():
-        reason = why.partition(" (")[0]  # what is behind it is about scripts
-        text = f"no step was guarded: {reason}; the fixture {_NAME} takes any model"
+        text = f"no step was guarded: {why}; the fixture {_NAME} takes any model"
         item.warn(pytest.PytestWarning(text))
     return result
+
+
+def _failure(error: BaseException) -> BaseException:
+    return pytest.fail.Exception(f"the mark {_NAME}: {error}", pytrace=False)
 
 
 def _judge(guard: OverflowGuard) -> None:

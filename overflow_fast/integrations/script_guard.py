@@ -77,8 +77,7 @@ _MAX_SEARCHES = 16
 _NO_STEP = "its optimizers made no step"
 _NO_OPTIMIZER = (
     "it made no torch.optim.Optimizer in this process, and ran no module without "
-    "autograd (processes that it starts are not guarded: run each so, such as "
-    "`torchrun -m overflow_fast run train.py`)"
+    "autograd"
 )
 
 
@@ -148,12 +147,16 @@ class ScriptGuard:
             step_hook.remove()
             self._stop_looking()
 
-    def why_nothing_was_guarded(self) -> str | None:
-        """Returns a reason in words, or None if steps were guarded, or need not be."""
+    def why_nothing_was_guarded(self, elsewhere: str = "") -> str | None:
+        """Returns a reason in words, or None if steps were guarded, or need not be.
+
+        Args:
+            elsewhere: What is said besides where nothing was there to guard.
+        """
         if self._has_steps or self._has_own:
             return None
         has_one = self._num_searches or self._callbacks
-        return self._why_not or (_NO_STEP if has_one else _NO_OPTIMIZER)
+        return self._why_not or (_NO_STEP if has_one else _NO_OPTIMIZER + elsewhere)
 
     def summaries(self) -> list[str]:
         """Writes what was watched, a line for each guard that reported nothing."""

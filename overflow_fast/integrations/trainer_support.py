@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
 
-from ..guard.config import OF_MODULES
+from ..guard.config import GuardConfig
 from ..guard.guard import OverflowGuard
 from ..guard.kinds import reusable
 from ..guard.process import has_process_group
@@ -47,10 +46,7 @@ class GuardOwner:
             raise ValueError(f"evaluation must be 'log' or 'alarm', got {evaluation!r}")
         self._logs_evaluation = evaluation == "log"
         arguments = reusable(arguments)  # each training has a guard of its own
-        # The names of modules are not known yet.
-        known = {k: each for k, each in arguments.items() if k not in OF_MODULES}
-        trial = OverflowGuard(nn.Identity(), **known)
-        trial.remove()
+        GuardConfig.of_given(arguments)
         self._arguments = arguments
         self.guard: OverflowGuard | None = None
 

@@ -53,6 +53,21 @@ def test_fails_marked_wrongly():
     pass
 
 
+@pytest.mark.overflow_guard(wach="tripwire")
+def test_fails_marked_with_a_wrong_name():
+    train(*net(), 1.0)
+
+
+@pytest.mark.overflow_guard(allow={"*:output": "all"})
+def test_fails_marked_with_a_wrong_value():
+    train(*net(), 1.0)
+
+
+@pytest.mark.overflow_guard(include=["zzz*"])
+def test_fails_marked_with_no_module():
+    train(*net(), 1.0)
+
+
 @pytest.mark.overflow_guard
 def test_passes_marked_in_vain():
     nn.Linear(2, 2)(torch.full((1, 2), INF))
@@ -122,9 +137,6 @@ def run(tmp_path_factory):
                 sys.executable,
                 "-m",
                 "pytest",
-                "-q",
-                "-rA",
-                "--strict-markers",
                 *options,
                 "test_it.py",
             ],
@@ -156,7 +168,10 @@ def test_each_ends_as_its_name_says(output):
         "Step 0: `input[0]` of 0 (Linear) holds 2 inf.",
         "It was found in a forward without autograd",
         "must be given arguments of OverflowGuard by name",
-        "no step was guarded: it made no torch.optim.Optimizer in this process",
+        "the mark overflow_guard: OverflowGuard has no argument wach: did you mean",
+        "the mark overflow_guard: allow['*:output'] must be '-inf', ",
+        "the mark overflow_guard: include must hold names of modules, or patterns",
+        "ran no module without autograd; the fixture overflow_guard takes any model",
         "Step 0: the optimizer's step wrote ",
         "`grad_output` of 1 (Tanh) holds 2 nan",
     ],

@@ -158,6 +158,11 @@ def _is_above(traceback: TracebackType) -> bool:
 
 
 NON_FINITE = 3  # the exit status of a program that the guard has stopped
+_OF_MODULES = {"include", "exclude", "allow"}  # arguments with patterns of names
+_ELSEWHERE = (
+    " (processes that it starts are not guarded: run each so, such as "
+    "`torchrun -m overflow_fast run train.py`)"
+)
 
 
 @command(after="demo")
@@ -194,7 +199,6 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    from ...guard.config import OF_MODULES
     from ...integrations.script_guard import ScriptGuard
     from .guard_options import guard_arguments, typed_options
 
@@ -204,7 +208,7 @@ def _run(parsed: argparse.Namespace) -> int:
     except (TypeError, ValueError, ImportError) as error:
         return fail(f"overflow_fast run: {error}")
     try:
-        status = _run_guarded(guard, parsed, given.keys() & set(OF_MODULES))
+        status = _run_guarded(guard, parsed, given.keys() & _OF_MODULES)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -253,7 +257,7 @@ def _run_guarded(
         print_traceback(error)
         return 1
     finally:
-        why_not = guard.why_nothing_was_guarded()
+        why_not = guard.why_nothing_was_guarded(_ELSEWHERE)
         if has_program and why_not is not None:
             print(f"overflow_fast: no step was guarded: {why_not}.", file=sys.stderr)
     return 0
