@@ -61,6 +61,33 @@ def test_without_the_extension_nothing_is_asked_for(tmp_path):
     assert setup_py_with_torch(tmp_path, NO_TORCH, **wish)[0] == 0
 
 
+MAKE_EDITABLE = """
+from setuptools.build_meta import build_editable
+build_editable("..")
+"""
+FIND_IT = """
+import importlib.util, site
+site.addsitedir("site")
+print(importlib.util.find_spec("overflow_fast").origin)
+"""
+
+
+def test_an_editable_install_is_found_from_the_folder_above(tmp_path):
+    checkout = tmp_path / "overflow_fast"
+    (checkout / "overflow_fast").mkdir(parents=True)
+    names = "pyproject.toml", "setup.py", "README.md", "overflow_fast/__init__.py"
+    for name in names:
+        shutil.copy(ROOT / name, checkout / name)
+    variables = {"PYTHONPATH": "", "OVERFLOW_FAST_EXTENSION": "0"}
+    run = {"env": {**os.environ, **variables}, "check": True, "capture_output": True}
+    subprocess.run([sys.executable, "-c", MAKE_EDITABLE], cwd=checkout, **run)
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    alone = [sys.executable, "-S", "-c", FIND_IT]  # beside nothing that is installed
+    found = subprocess.run(alone, cwd=tmp_path, text=True, **run).stdout.strip()
+    assert found == str(checkout / "overflow_fast" / "__init__.py")
+
+
 def test_no_compiler(as_kept):
     status, message = setup_py(cxx="no-such-compiler -m64")
     assert status == 1
