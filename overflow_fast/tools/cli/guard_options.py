@@ -11,11 +11,9 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
@@ -23,6 +21,7 @@ from typing import Any
 from ...base.text import either, nearest
 from ...guard.config import GuardConfig
 from ...guard.files.reading import open_regular, why_unreadable
+from ...guard.files.writing import why_not_writable
 from ...guard.kinds import Kind
 from ...guard.options import Evidence, Log, Option, Record, options_of
 
@@ -30,8 +29,6 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
-
-_LONG = 150  # characters of a sentence
 
 Tree = dict[str, Any]
 
@@ -129,8 +126,6 @@ def _help(typed: _Typed) -> str:
     """The first sentence about an option, and its default."""
     kind = typed.option.kind
     sentence = re.split(r"(?<=[\w`)\"])\. ", typed.option.help)[0].rstrip(".")
-    if len(sentence) > _LONG:
-        sentence = re.split(": | \\(", sentence)[0]
     sentence = re.sub(r"; None for (\w+)", r" (default: \1)", sentence)
     shown = (sentence[0].lower() + sentence[1:] + kind.note).strip()
     if isinstance(typed.default, (int, float, str)):
@@ -253,16 +248,10 @@ def _check_keys(name: str, table: Mapping[str, Any], known: Iterable[str]) -> No
 
 def _check_can_be_written(name: str, target: Evidence | Log | Record) -> None:
     """Raises ValueError where a run could write nothing to a path."""
-    path, is_folder = os.fspath(target.path), isinstance(target, Evidence)
-    folder = path if is_folder else os.path.dirname(os.path.abspath(path))
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        if not is_folder and os.path.isdir(path):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    except OSError as error:
+    is_folder = isinstance(target, Evidence)
+    if why_not := why_not_writable(target.path, is_folder):
         what = "a folder" if is_folder else "a file"
         raise ValueError(
-            f"{name} must be {what} that can be written, got {path!r}: "
-            f"{error.strerror or error}"
-        ) from None
+            f"{name} must be {what} that can be written, got "
+            f"{os.fspath(target.path)!r}: {why_not}"
+        )

@@ -258,6 +258,7 @@ def test_what_is_typed_counts_more_than_the_file(config):
         'record = {mib = "3", path = "r"}',
         "record = {mib = 3}",
         'log = "guard.toml/l"',
+        'record = ""',
         "schedule = 0",
         "schedule = {every = 2.5}",
         "monitors = [1]",
@@ -274,6 +275,11 @@ def test_a_wrong_file_is_one_sentence(text, config, capsys, as_kept):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     as_kept(said)
+
+
+def test_looking_whether_a_path_can_be_written_makes_nothing(config, tmp_path):
+    assert main(["run", "--config", config('log = "new/l"'), "none.py"]) == 2
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("name", ["none.toml", "."])
@@ -347,7 +353,7 @@ def test_a_path_that_cannot_be_written_ends_run_before_the_script(
 @pytest.mark.parametrize("option", ["--record", "--log"])
 def test_a_folder_is_no_file_to_write(option, tmp_path, capsys):
     assert main(["run", option, str(tmp_path), "a.py"]) == 2
-    assert "Is a directory" in capsys.readouterr().err
+    assert "it is a folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
