@@ -17,7 +17,7 @@ from .. import _C
 from ..base.tensors import kinds_in, signs_of, widened
 from ..base.text import counted, dtype_name, printable, some
 from ..base.types import TensorPath
-from ..scanner.ops import scan_values
+from ..scanner.ops import Scanned, scan_values
 from .files.json_text import SCHEMA
 from .files.saved_tensors import SavedTensor, saved_tensors, tensors_in_state
 from .kinds import Path
@@ -155,29 +155,42 @@ def check_saved(source: Path | Mapping[str, Any], rules: Rules) -> SavedState:
 def _check(saved: SavedTensor, rules: Rules, found: SavedState) -> None:
     name = f"{saved.file}: {saved.name}" if saved.file else saved.name
     (scanned,) = scan_values([saved.tensor])
-    tensor, stat, why_not = scanned
-    if stat is None:
-        found.not_checked.append(f"{name} was not scanned: {why_not}")
+    if scanned.stat is None:
+        found.not_checked.append(f"{name} was not scanned: {scanned.why_not}")
         return
     found.num_tensors += 1
     found.num_bytes += saved.tensor.nbytes
-    if not (stat.num_nan or stat.num_inf):
-        return
-    kinds = kinds_in(widened(tensor))
-    if kinds & ~_allowed(saved.name, rules):
-        found.bad.append(
-            BadEntry(
-                "tensor",
-                name,
-                "",
-                name,
-                dtype=dtype_name(tensor.dtype),
-                numel=tensor.numel(),
-                num_nan=stat.num_nan,
-                num_inf=stat.num_inf,
-                signs=signs_of(kinds),
-            )
-        )
+    if kinds_of(scanned) & ~_allowed(saved.name, rules):
+        found.bad.append(entry_of("tensor", name, scanned))
+
+
+def kinds_of(scanned: Scanned) -> int:
+    """Finds a tensor's kinds of non-finite values, as bits; a sync where there is any.
+
+    Args:
+        scanned: The tensor and its counts; 0 if it could not be scanned.
+    """
+    tensor, stat, _ = scanned
+    if stat is None or not (stat.num_nan or stat.num_inf):
+        return 0
+    return kinds_in(widened(tensor))
+
+
+def entry_of(kind: str, name: str, scanned: Scanned) -> BadEntry:
+    """The entry of a verdict for a tensor that belongs to no call, and was scanned."""
+    tensor, stat, _ = scanned
+    assert stat is not None
+    return BadEntry(
+        kind,
+        name,
+        "",
+        name,
+        dtype=dtype_name(tensor.dtype),
+        numel=tensor.numel(),
+        num_nan=stat.num_nan,
+        num_inf=stat.num_inf,
+        signs=signs_of(kinds_of(scanned)),
+    )
 
 
 def _allowed(name: str, rules: Rules) -> int:

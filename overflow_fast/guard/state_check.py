@@ -13,8 +13,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from ..base.modules import named_modules
-from ..base.tensors import kinds_in, signs_of, widened
-from ..base.text import dtype_name, some
+from ..base.text import some
 from ..base.types import TensorPath
 from ..detector.selection import Named, Selection, full_name
 from ..scanner.ops import Scanned, scan_values
@@ -23,11 +22,11 @@ from .kinds import Path
 from .models import Models, named_models
 from .optimizers.wrapped import innermost, optimizers_of
 from .report.report import NonFiniteError, Report
-from .saved_state import check_saved, is_state_dict
+from .saved_state import check_saved, entry_of, is_state_dict, kinds_of
 from .verdict.roles import kind_of
 from .verdict.rules import Allow, Rules, state_path
 from .verdict.state_origin import never_finite
-from .verdict.verdict import BadEntry, Verdict
+from .verdict.verdict import Verdict
 from .watching.judged_tensors import state_of
 from .watching.named_tensors import NamedTensors
 
@@ -114,7 +113,7 @@ def state_report(
         for number, (role, named) in enumerate(lists)
         for name in named[0]
     ]
-    found = [(each, kinds) for each in every if (kinds := each.kinds())]
+    found = [(each, kinds) for each in every if (kinds := kinds_of(each.scanned))]
     modules = [
         full_name(prefix, fqn)
         for prefix, model in models.items()
@@ -135,7 +134,7 @@ def state_report(
     # A weight comes first: what else is bad may come from it.
     first = min(bad, key=lambda each: each.role != _C.Role.WEIGHT)
     verdict = Verdict(
-        first=first.entry(),
+        first=entry_of(kind_of(first.role), first.name, first.scanned),
         origin=never_finite(first.role, first.name),
         num_bad_frames=len({each.number for each in bad}),
     )
@@ -173,29 +172,6 @@ class _StateTensor(NamedTuple):
     def path(self, modules: Sequence[str]) -> TensorPath:
         """Where it is in a model with modules of these names."""
         return state_path(modules, self.role, self.name)
-
-    def kinds(self) -> int:
-        """Finds its kinds of non-finite values, as bits; a sync where there is any."""
-        tensor, stat, _ = self.scanned
-        if stat is None or not (stat.num_nan or stat.num_inf):
-            return 0
-        return kinds_in(widened(tensor))
-
-    def entry(self) -> BadEntry:
-        """The first bad entry of a verdict."""
-        tensor, stat, _ = self.scanned
-        assert stat is not None
-        return BadEntry(
-            kind_of(self.role),
-            self.name,
-            "",
-            self.name,
-            dtype=dtype_name(tensor.dtype),
-            numel=tensor.numel(),
-            num_nan=stat.num_nan,
-            num_inf=stat.num_inf,
-            signs=signs_of(self.kinds()),
-        )
 
 
 def _warn_of_gaps(reasons: Iterable[str]) -> None:

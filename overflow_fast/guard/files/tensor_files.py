@@ -9,12 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .reading import FileError, open_regular
-
-if TYPE_CHECKING:
-    import torch
 
 
 @contextlib.contextmanager
@@ -41,9 +38,3 @@ def open_tensors(path: str | os.PathLike[str]) -> Iterator[Any]:
         raise
     except Exception as error:  # the library has an error of its own
         raise FileError(f"{os.fspath(path)} cannot be read: {error}") from error
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads all tensors of a file; see `open_tensors()`."""
-    with open_tensors(path) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
