@@ -222,7 +222,7 @@ def _commands() -> str:
         if isinstance(each, argparse._SubParsersAction)
     )
     rows = [
-        (f"`{name}`", f"{parser.description.split('.')[0]}{parser.more}")
+        (f"`{name}`", f"{parser.description.split('. ')[0].rstrip('.')}{parser.more}")
         for name, parser in parsers.items()
     ]
     return _table(("command", "what it does"), rows)
