@@ -39,7 +39,7 @@ NOTES = (
     "`def` endpoint; `asyncio`: an `async def` one that calls the model itself; "
     "`batches`: a task that puts waiting requests together. Goal: p99 within 1.2."
 )
-CONNECTIONS, BAD_EVERY, WIDTH = 8, 100, 256
+CONNECTIONS, BAD_EVERY, WIDTH, WATCH = 8, 100, 256, "tripwire"
 REQUESTS, PAIRS = (200, 2) if QUICK else (1000, 4)
 
 
@@ -190,12 +190,11 @@ def quantiles(seconds: list[float]) -> tuple[float, float]:
     return found[49], found[98]
 
 
-def measure(kind: str, watch: str) -> dict[str, Any]:
+def measure(kind: str) -> dict[str, Any]:
     """A row of the table."""
     torch.manual_seed(0)
     model = Model().eval()
     server, ratios, bare_p50, wrong = Server(model), [], [], 0
-    arguments: dict[str, Any] = {"watch": watch} if watch == "tripwire" else {}
     reports: list[Any] = []
 
     def keep(report: Any) -> str:
@@ -205,7 +204,7 @@ def measure(kind: str, watch: str) -> dict[str, Any]:
     with serving(server) as address:
         url = f"{address}/{kind}"
         asyncio.run(block(url, -1))
-        guard = overflow_fast.OverflowGuard(model, on_overflow=keep, **arguments)
+        guard = overflow_fast.OverflowGuard(model, watch=WATCH, on_overflow=keep)
         guard.disable()
         for pair in range(PAIRS + 1):
             bare, num_wrong = asyncio.run(block(url, pair))
@@ -225,7 +224,7 @@ def measure(kind: str, watch: str) -> dict[str, Any]:
     p50, p99 = (statistics.median(each) for each in zip(*ratios[1:], strict=True))
     row: dict[str, Any] = {
         "server": kind,
-        "guard": watch,
+        "guard": WATCH,
         "bad": len(reports),
         "wrong": wrong,
     }
@@ -241,7 +240,7 @@ def measure(kind: str, watch: str) -> dict[str, Any]:
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    rows = [measure(kind, "tripwire") for kind in ("threads", "asyncio", "batches")]
+    rows = [measure(kind) for kind in ("threads", "asyncio", "batches")]
     write("serving", "Serving", NOTES, rows, COLUMNS)
 
 
