@@ -172,8 +172,6 @@ def refusal_of_nvcc(cuda_home: str) -> str | None:
             command += ["-ccbin", os.environ["CC"]]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
-        # It has taken this compiler: torch's own table of compilers need not.
-        os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
         return None
     lines = [*done.stderr.splitlines(), *done.stdout.splitlines(), "it failed"]
     errors = (
@@ -250,6 +248,8 @@ def extension(with_cuda: bool) -> object:
         compile_args["nvcc"] = ["-std=c++20", "-O3"]
         library_dirs = runtime_folders(cpp_extension.CUDA_HOME)
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", default_architectures())
+        # nvcc has taken its host compiler: torch's own table of compilers need not.
+        os.environ.setdefault("TORCH_DONT_CHECK_COMPILER_ABI", "1")
     return kind(
         # Imported as overflow_fast._C: see overflow_fast/binaries.
         f"overflow_fast.binaries.{binary_folder(torch.__version__)}._C",
