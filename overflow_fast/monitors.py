@@ -7,7 +7,7 @@ from .guard.monitors.monitor import Monitor as Monitor
 from .guard.monitors.monitor import MonitoredStep as MonitoredStep
 from .guard.monitors.monitor import Notice as Notice
 
-# In the order of the command line's options.
+# In the order of the table of docs/arguments.md.
 # isort: off
 from .guard.monitors.spikes import Spikes as Spikes
 from .guard.monitors.magnitudes import Saturation as Saturation

@@ -396,19 +396,21 @@ def test_memory_that_cannot_be_had_is_reported_and_asked_for_in_the_next_step(
         model(BAD)
 
 
+class Empty(Mapping):
+    """A mapping whose `items()`, which the detector calls, can do anything."""
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __len__(self):
+        return 0
+
+    def __iter__(self):
+        return iter(())
+
+
 def test_a_step_that_is_ended_while_a_frame_is_recorded(as_kept):
-    class Ends(Mapping):
-        __slots__ = ()
-
-        def __getitem__(self, key):
-            raise KeyError(key)
-
-        def __len__(self):
-            return 0
-
-        def __iter__(self):
-            return iter(())
-
+    class Ends(Empty):
         def items(self):
             detector.check()  # as another thread could
             return ()
@@ -509,17 +511,8 @@ def test_a_stream_that_lasts_has_one_event_in_a_step(emulated):
 def test_a_capture_is_that_of_its_thread(emulated):
     """Within a frame, another thread runs one of the same model in a capture."""
 
-    class Elsewhere(Mapping):
+    class Elsewhere(Empty):
         has_run = False
-
-        def __getitem__(self, key):
-            raise KeyError(key)
-
-        def __len__(self):
-            return 0
-
-        def __iter__(self):
-            return iter(())
 
         def items(self):
             if not Elsewhere.has_run:

@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands behind the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        The exit status: 0, or 2 where a path, an argument or the extension cannot be
-        used; of `compare` 1 where the runs differ.
+        The exit status, as docs/guides/command-line.md lists them.
     """
     try:
         return _run(make_parser(), arguments)

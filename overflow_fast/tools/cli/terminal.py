@@ -43,7 +43,7 @@ def shown(text: str, stream: TextIO | None = None, sources: Iterable[str] = ()) 
     """
     stream = sys.stdout if stream is None else stream
     width, has_colours = _width_of(stream), _has_colours(stream)
-    has_links = _has_links(stream)
+    has_links = _knows_escapes(stream)
     by_name = {os.path.basename(each): each for each in sources}
     lines, is_remedy = list[str](), False
     for line in _whole_lines(text) if width else text.split("\n"):
@@ -125,13 +125,11 @@ def _width_of(stream: TextIO) -> int:
     return max(_NARROWEST, width or _USUAL)
 
 
-def _has_links(stream: TextIO) -> bool:
+def _knows_escapes(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _has_colours(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
+    return bool(os.environ.get("FORCE_COLOR")) or _knows_escapes(stream)

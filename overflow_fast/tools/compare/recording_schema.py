@@ -10,6 +10,7 @@ from typing import Annotated
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
+from ...base.modules import tensor_name
 from ...guard.files.fields import Count, Index, Time, meaning
 from .summary import Shard, Summary
 
@@ -119,7 +120,7 @@ class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=
     @property
     def fqn(self) -> str:
         """The qualified name of a parameter or buffer."""
-        return f"{self.module}.{self.path}" if self.module else self.path
+        return tensor_name(self.module, self.path)
 
     @property
     def shard(self) -> Shard | None:
