@@ -96,7 +96,8 @@ release-check: build
 # in dist/; and tests with each, in environments of their own. PIP_EXTRA_INDEX_URL can
 # name where torch's builds for CPUs are; TORCHES="2.13.0", for example, makes it for one.
 WHEELS = build/wheels
-BUILT = $(TORCHES:%=$(WHEELS)/torch-%/built)
+COMMIT := $(shell git rev-parse HEAD 2>/dev/null)
+BUILT = $(TORCHES:%=$(WHEELS)/torch-%/built-$(COMMIT))
 .NOTPARALLEL: wheels
 wheels: $(BUILT)
 	rm -rf $(WHEELS)/merged
@@ -106,7 +107,8 @@ wheels: $(BUILT)
 	$(PYTHON) tools/try_wheel.py $(WHEELS)/merged/*.whl \
 	  $(foreach each,$(BUILT),$(dir $(each))env/bin/python)
 
-$(WHEELS)/torch-%/built: setup.py pyproject.toml $(CORE) $(TORCH_SIDE)
+# Of another commit it is another file: what is archived decides, not what lies here.
+$(WHEELS)/torch-%/built-$(COMMIT):
 	rm -rf $(@D) && mkdir -p $(@D)/source
 	$(PYTHON) -m venv $(@D)/env
 	$(@D)/env/bin/python -m pip install -q "torch==$*" setuptools wheel ninja pybind11 \
