@@ -300,22 +300,31 @@ def show(settings: DemoSettings) -> int:
         0 if both detectors found the overflow and reported the same, and in float16 the
         remedy helped, else 1.
     """
+    print(
+        "A T5 that overflows, as two detectors report it (a minute or two):", flush=True
+    )
     batch = read_batch(settings)
     model = build(settings)
     print(_about(model, settings))
+    print(
+        "Timing clean forwards, without detection and with each detector ...",
+        flush=True,
+    )
     times = _time_each(settings, batch)
     layer = push_to_the_limit(model, batch, settings)
     loss = forward(model, batch, settings.seed)
     print(
         f"\n{layer}.weight is scaled until its output nearly reaches "
         f"{settings.limit:.4g}.\nWithout detection the forward ends with loss "
-        f"{loss:.4g} and no message. With detection:"
+        f"{loss:.4g} and no message. With detection:",
+        flush=True,
     )
     original = _overflow(Original, settings, batch)
     ours = _overflow(DebugUnderflowOverflow, settings, batch)
     print(f"{ours.report}\nValueError: {ours.error}\n")
     status = _judge(original, ours)
     if settings.dtype == "float16":
+        print("Running the forward again with the remedy ...", flush=True)
         is_finite = _remedied(settings, batch).error is None
         print(
             'After `overflow_fast.keep_in_fp32(model, ["encoder"])` the same forward '

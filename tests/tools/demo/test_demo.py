@@ -27,6 +27,7 @@ def test_finds_the_overflow_and_agrees(capsys, dtype, as_kept):
     assert "output has infs" in report
     assert "encoder.block.1.layer.1.dropout Dropout" in report
     assert table.count("ms") == 3
+    assert out.index("Timing clean") < out.index("Without detection") < len(report)
     as_kept([each for each in table.splitlines() if "keep_in_fp32" in each])
 
 
