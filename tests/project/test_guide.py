@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import re
 import socket
 import sys
@@ -24,6 +25,7 @@ from small_models import (
 from torch import nn
 
 import overflow_fast
+from overflow_fast.integrations import torchtitan
 
 OTHERS = {f"docs/guides/{name}.md" for name in ("distributed", "production")}
 runs = Examples(*(page for page in guides() if page not in OTHERS))  # test_guides.py
@@ -375,6 +377,42 @@ def test_torchtitan(code, monkeypatch):
     names = run(code)
     assert names["guard"].last_report.step == 1
     assert names["trainer"].lr_schedulers.last_epoch == 0
+
+
+@runs("torchtitan 2")
+def test_torchtitan_that_ends_before_the_optimizer(code):
+    class Trainer:
+        """Steps as torchtitan's sources of August 2026 do."""
+
+        def __init__(self):
+            self.model_parts = [nn.Linear(2, 1)]
+            self.optimizers = sgd(self.model_parts[0])
+            self.lr_schedulers = torch.optim.lr_scheduler.StepLR(self.optimizers, 1)
+            self.step = 0
+
+        def forward_backward_step(self, *, input_dict):
+            loss = self.model_parts[0](input_dict["input"]).sum()
+            loss.backward()
+            return loss
+
+        def train_step(self, batches):
+            loss = self.forward_backward_step(input_dict={"input": next(batches)})
+            torch._assert_async(loss.isfinite(), "Loss or gradient norm is not finite")
+            self.optimizers.step()
+            self.optimizers.zero_grad()
+            self.lr_schedulers.step()
+
+        def train(self, batches):
+            for batch in batches:
+                self.step += 1
+                self.train_step(iter([batch]))
+
+    trainer = Trainer()
+    guard = torchtitan.guard_with(trainer)
+    run(code, trainer=trainer, guard=guard)
+    with pytest.raises(overflow_fast.NonFiniteError, match="Step 3: "):
+        trainer.train(torch.full((1, 2), value) for value in (1.0, 1.0, math.nan))
+    assert trainer.lr_schedulers.last_epoch == 2
 
 
 @runs("trl")
