@@ -55,7 +55,7 @@ class SavedState:
 
     @property
     def gist(self) -> str:
-        """What it is, and what was found, as a clause."""
+        """The path and what was found there, as a clause."""
         if self.bad:
             found = f"{len(self.bad)} not finite"
         elif not self.not_checked:
