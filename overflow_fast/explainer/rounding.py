@@ -21,7 +21,7 @@ from ..base.text import dtype_name
 from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
-from ..guard.report.op_words import IN_FLOAT64
+from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
@@ -311,8 +311,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         # The first line names this operation, and leaves out a reason.
         found.evidence += [found.reason] * bool(found.reason)
         found.reason = ""
-    others = [each for each in found.evidence[1:] if not each.startswith(IN_FLOAT64)]
-    found.evidence[1:] = [_text_of(lost), *others]
+    retell_float64(found.evidence, _text_of(lost))
 
 
 def _text_of(lost: Lost) -> str:

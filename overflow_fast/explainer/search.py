@@ -15,16 +15,15 @@ import torch
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
 from ..guard.report import notes
-from ..guard.report.causes import DIVERGENCE, RANGE_OVERFLOW, UNKNOWN
+from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
-from ..guard.report.op_words import in_float64_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep, outside_text
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
-from .explain_origin import explain_root_op
+from .explain_origin import explain_root_op, tell_float64
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
@@ -371,14 +370,12 @@ class Search:
         growth = find_growth(self.step)
         if growth is None:
             return
-        is_range = found.cause == RANGE_OVERFLOW.name
         if self.may_run():
             result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
             if result.error is None and not result.is_forward:
                 found.cause, found.reason = DIVERGENCE.name, growth.text
                 found.evidence = [*growth.order, *found.evidence, _SMALLER]
-                if is_range and found.op is not None:
-                    found.evidence.append(in_float64_text(found.op))
+                tell_float64(found)
                 return
         found.evidence.insert(0, growth.text)
 

@@ -21,6 +21,7 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
+from ...guard.report.op_words import retell_float64
 from ...guard.report.remedy import Elsewhere, Remedy
 from ..calls import Call, ModelCall, batch_size, with_stand_in
 from ..explain_origin import explain_root_op
@@ -159,11 +160,10 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
     is_open = failure.is_complex and found.cause in _OPEN
     if is_open or found.cause == EMPTY_REDUCTION.name:
         found.cause = ROUNDING.name
-        dtype = "" if found.op is None else f" in {found.op.inputs[0].dtype}"
-        found.evidence[1:2] = [
-            "the whole step in float64 is finite: a number before it was rounded "
-            f"away{dtype}"
-        ]
+        op = found.op
+        dtype = "" if op is None else f" in {[*op.inputs, *op.outputs][0].dtype}"
+        text = "the whole step in float64 is finite: a number before it was rounded"
+        retell_float64(found.evidence, f"{text} away{dtype}")
     elif found.cause == UNDEFINED.name:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
         loss = f"its loss is {true_loss:.4g}"
