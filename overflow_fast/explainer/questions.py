@@ -47,7 +47,7 @@ from .calls import Call, name_outside
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
-from .search import Question, Search, Tree, failed
+from .search import Question, Search, Tree, failed, listing
 from .tensor_kinds import bad_names
 
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
@@ -144,15 +144,17 @@ def _is_unwatched(search: Search) -> bool:
 
 def _hidden(search: Search) -> Explanation | None:
     """The explanation of values within a forward; with a cause if it is wrong then."""
-    if not search.may_run():
-        return None
+    place, traced = len(search.replayer.calls) - 1, search.first
+    if traced.table is None:
+        if not search.may_run():
+            return None
+        traced = search.replayer.run(listing(place))
     from .hidden import find_hidden  # most replays need none of it
 
-    place = len(search.replayer.calls) - 1
-    hidden = find_hidden(search.replayer, place)
+    hidden = find_hidden(search.replayer, place, traced)
     if hidden is None:
         return None
-    found, root_op, traced = hidden
+    found, root_op = hidden
     if found.op is None:  # what is seen within it does no harm
         whole = _unwatched(search)
         whole.notes += found.notes

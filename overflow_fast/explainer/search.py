@@ -193,7 +193,7 @@ class Search:
             return known
         bad, last = self.first.bad_call, len(self.replayer.calls) - 1
         place = bad if bad >= 0 else last
-        return self._explained(place, listed or self.replayer.run(_listing(place)))
+        return self._explained(place, listed or self.replayer.run(listing(place)))
 
     def _listed_at_once(self) -> ReplayResult | None:
         """The first run with its operations; None where a plain one has to be made.
@@ -202,7 +202,7 @@ class Search:
         """
         if len(self.replayer.calls) > 1 or not self._ranks.is_alone or has_compiled():
             return None
-        result = self.replayer.run(_listing(0), observers=self._observers)
+        result = self.replayer.run(listing(0), observers=self._observers)
         return result if result.error is None else None
 
     def _shows(self, listed: ReplayResult) -> bool:
@@ -452,7 +452,8 @@ class Search:
         return names[0] if len(names) == 1 else ""
 
 
-def _listing(place: int) -> StepPart:
+def listing(place: int) -> StepPart:
+    """The part of a replay that lists the operations of a call."""
     return StepPart(place, looks_back=True, has_calls=True)
 
 
