@@ -147,7 +147,9 @@ def _hidden(search: Search) -> Explanation | None:
     place, traced = len(search.replayer.calls) - 1, search.first
     if traced.table is None:
         if not search.may_run():
-            return None
+            whole = _unwatched(search)
+            whole.notes.append(notes.NOT_WITHIN)
+            return whole
         traced = search.replayer.run(listing(place))
     from .hidden import find_hidden  # most replays need none of it
 
@@ -350,8 +352,9 @@ def _constant(search: Search) -> Explanation:
 
 def _differs(search: Search) -> Explanation:
     first = search.first
-    again = search.replayer.run() if search.may_run(1) else first
-    if not again.is_clean and has_compiled():
+    if has_compiled() and not search.may_run():
+        return Explanation(notes=[notes.SOME.format(notes.SPENT)])
+    if has_compiled() and not search.replayer.run().is_clean:
         phase = "forward" if first.bad_outputs else "backward"
         text = (
             "compiled code gives it each time, and the same code run eagerly does not"

@@ -335,6 +335,7 @@ class Search:
         lost = None
         for some in nearest_first(ops):
             if not self._has_time():
+                found.notes.append(notes.NOT_LOOKED_BACK)
                 break
             with no_dispatch(), torch.no_grad():
                 lost = lost_value(some) or lost
@@ -377,6 +378,8 @@ class Search:
                 found.evidence = [*growth.order, *found.evidence, _SMALLER]
                 tell_float64(found)
                 return
+        else:
+            found.notes.append(notes.NOT_SMALLER)
         found.evidence.insert(0, growth.text)
 
     def _try_checkpoints(self, found: Explanation) -> None:

@@ -21,6 +21,7 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
+from ...guard.report.notes import NOT_MEASURED
 from ...guard.report.op_words import retell_float64
 from ...guard.report.remedy import Elsewhere, Remedy
 from ..calls import Call, ModelCall, batch_size, with_stand_in
@@ -97,9 +98,6 @@ _EAGERLY = (
     "they were not tried."
 )
 _NONE = "No remedy was found."
-_NONE_TRIED = (
-    "No remedy was tried: the budget of a replay, in forwards or in seconds, was spent."
-)
 _FEW_NAMES = 4
 _MOST_TOGETHER = 3  # changes that are needed at once
 
@@ -135,6 +133,8 @@ def find_remedies(
     for trial in _without_sample(failure, trials):
         if trials.allow(1) and trials.may_run():
             trials.attempt(trial)
+        else:
+            trials.leave_out(trial)
     found.remedies = sorted(
         [*found.remedies, *trials.remedies],
         key=_rank,
@@ -144,7 +144,7 @@ def find_remedies(
     found.notes += list(dict.fromkeys(trials.notes))
     is_of_code = "calls" in Cause.of(found.cause).remedies and not failure.is_meant
     if is_of_code and not (found.remedies or trials.notes):
-        found.notes.append(_NONE if trials.may_run() else _NONE_TRIED)
+        found.notes.append(_NONE)
 
 
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
@@ -207,15 +207,19 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     That is with the batch of the last clean step, where it is known and finite still;
     else with another sample in place of the one that fails: with the same dropout
     masks, and as many samples. What changes no finite result moves nothing there, and
-    a change that is one of this step's samples cannot be made there.
+    a change that is one of this step's samples cannot be made there. What is shown
+    first is measured first, and what the budget leaves out is said.
     """
     sample, size = failure.found.sample, failure.found.num_samples
-    moving = [
-        (patches, remedy)
-        for patches, remedy in trials.helped
-        if remedy.moves_results != 0
-        and all(type(patch).calls is Patch.calls for patch in patches)
-    ]
+    moving = sorted(
+        (
+            (patches, remedy)
+            for patches, remedy in trials.helped
+            if remedy.moves_results != 0
+            and all(type(patch).calls is Patch.calls for patch in patches)
+        ),
+        key=lambda each: _rank(each[1]),
+    )
     if not moving:
         return
     if failure.clean is not None and trials.allow(1 + len(moving)):
@@ -229,7 +233,10 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     rows = with_stand_in(sample, size)
     others = StepPart(failure.place, rows, has_table=False)
     plain = failure.others
-    if (plain is None or not plain.has_backward) and trials.may_run():
+    if plain is None or not plain.has_backward:
+        if not trials.may_run():
+            trials.notes.append(NOT_MEASURED)
+            return
         plain = trials.run_part(others, ())
     if plain is not None and _is_whole(plain):
         _measure(trials, moving, plain.held(), others, (), rows[sample])
@@ -250,6 +257,8 @@ def _measure(
     """Measures remedies on a part of the step that is finite without them."""
     for patches, remedy in moving:
         if not trials.may_run():
+            is_shown = remedy.is_recommended or not trials.found_remedy
+            trials.notes += [NOT_MEASURED] * is_shown
             return
         result = trials.run_part(part, [*before, *patches])
         if result.error is None and not result.is_clean and stand_in is None:
@@ -274,9 +283,12 @@ def _key(remedy: Remedy) -> tuple[str, str, int]:
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
+    """Tries one after another; without a remedy, says what the budget leaves out."""
     if failure.is_meant:
         return
     for applies, makes in _ATTEMPTS:
+        if trials.is_over and trials.found_remedy:
+            return
         if not applies(failure):
             continue
         attempts = makes(failure, trials)
@@ -285,9 +297,10 @@ def _try_all(failure: Failure, trials: Trials) -> None:
             while trial is not None and not trials.is_over:
                 trial = attempts.send(trials.attempt(trial))
         except StopIteration:
-            pass
-        if trials.is_over:
-            break
+            continue
+        if trial is not None and not trials.found_remedy:
+            trials.leave_out(trial)
+            return
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:

@@ -14,6 +14,7 @@ from ...base.text import dtype_name, error_line
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.explanation import Explanation
+from ...guard.report.notes import SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
@@ -257,6 +258,11 @@ class Trials:
         self._most += num * len(self.replayer.calls) * is_large
         return is_large
 
+    def leave_out(self, trial: Trial) -> None:
+        """Notes a trial that the budget has no replay for."""
+        remedy = self.applied.with_trial(trial).remedy
+        self.remedies.append(replace(remedy, tried=False, why=SPENT))
+
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
         self.applied, self.failed = applied, []
@@ -269,9 +275,8 @@ class Trials:
         """
         applied = self.applied.with_trial(trial)
         remedy, patches = applied.remedy, applied.patches
-        same = [
-            e for e in self.remedies if (e.code, e.file) == (remedy.code, remedy.file)
-        ]
+        tried = [each for each in self.remedies if each.tried]
+        same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
         stays = self._failure.stays_within

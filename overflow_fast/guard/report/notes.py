@@ -112,6 +112,11 @@ NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
 )
+SPENT = "the budget, of forwards or of seconds, was spent"
+NOT_LOOKED_BACK = f"Whether a number was lost before it is not known: {SPENT}."
+NOT_WITHIN = f"The operations within it were not looked at: {SPENT}."
+NOT_SMALLER = f"The step was not run with weights as large as before: {SPENT}."
+NOT_MEASURED = f"Changes of batches that are finite were not all measured: {SPENT}."
 BY_ITSELF = "A replay is finite without a remedy, too: {}."
 BAD_STATE = (
     "A checkpoint may have brought the non-finite state, or a step have made it: "
