@@ -48,7 +48,6 @@ class Details:
         reason: In a sentence.
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
-        divides_by_number: Whether it divides by a number of Python, and no tensor.
         part: Where it was computed again, in words, if not as a whole; or "".
     """
 
@@ -57,7 +56,6 @@ class Details:
     reason: str = ""
     last_index: Index | None = None
     columns: list[int] = field(default_factory=list)
-    divides_by_number: bool = False
     part: str = ""
 
     @property

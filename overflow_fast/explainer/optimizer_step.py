@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,10 +21,10 @@ from ..guard.report.causes import (
 )
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import REPLACED
-from ..guard.report.op import Op
 from ..guard.report.remedy import Remedy
+from ..guard.verdict.optimizer_settings import nonfinite_in
 from .bad_step import BadStep
-from .op_call import NOT_TRIED, OpCall
+from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .optimizer_twin import OptimizerTwin, group_of
@@ -117,7 +116,7 @@ def _by_settings(
         parameter: The parameter.
         found: What is said of it so far.
     """
-    wrong = _bad_settings(group)
+    wrong = nonfinite_in(group)
     if not wrong:
         return None
     twin = OptimizerTwin(optimizer, dict(group), parameter, parameter.dtype)
@@ -130,7 +129,7 @@ def _by_settings(
     since = [
         f"{_named(place, name)} is {_number(now[name.partition('[')[0]])} now"
         for name in wrong
-        if "[" not in name and not _bad_settings({name: now[name]})
+        if "[" not in name and not nonfinite_in({name: now[name]})
     ]
     text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
     made = "that step made again with gradients of 0 is non-finite as well"
@@ -176,13 +175,13 @@ def _made_again(
         "optimizer",
         RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
         "",
-        _op_of(made),
+        op_at(made.name, made.sites, made.details and made.details.op),
         found.tensor,
         evidence=found.evidence,
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
-    wrong = _bad_settings(group)
+    wrong = nonfinite_in(group)
     if wrong:
         texts = [f"{name}={value}" for name, value in wrong.items()]
         found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
@@ -219,32 +218,6 @@ def _is_finite_again(
     twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
     twin.step()
     return bool(twin.parameter.isfinite().all())
-
-
-def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
-    """Finds the settings of a parameter group that are nan or inf, by name."""
-    named: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, (tuple, list)) and name != "params":
-            named |= {f"{name}[{i}]": each for i, each in enumerate(value)}
-        else:
-            named[name] = value
-    return {
-        name: float(value)
-        for name, value in named.items()
-        if isinstance(value, float)
-        or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        if not math.isfinite(value)
-    }
-
-
-def _op_of(made: OpCall) -> Op:
-    op = op_at(made.name, made.sites)
-    if made.details is not None and made.details.why != NOT_TRIED:
-        ran = made.details.op
-        op.inputs, op.outputs = ran.inputs, ran.outputs
-        op.first_index, op.limit = ran.first_index, ran.limit
-    return op
 
 
 def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:

@@ -9,7 +9,6 @@ from .causes import NOT_REPRODUCIBLE, UNKNOWN, Cause
 from .op import Op, Sample
 from .remedy import Remedy
 
-PHASES = ("forward", "backward", "optimizer", "data", "weights")
 # Of gradients: what stands between backward and the optimizer is not run again.
 NOT_REPLAYED = (
     "Code between backward and the optimizer's step (clipping, unscaling, "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.text import some
 from ..explaining import USE_RUN
 from .findings import NOT_REPLAYED, NOT_THE_LOSS
 
@@ -135,15 +136,19 @@ AGAIN_CLEAN = (
 )
 
 
+def _some(names: Sequence[str]) -> str:
+    return some([f"`{name}`" for name in names], _FEW)
+
+
 def effects_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that what has these names was not put back."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    first = _some(names)
     return f"the step changes {first}, which could not be put back"
 
 
 def set_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that the program set what has these names in the step."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    first = _some(names)
     return (
         f"the program set {first} in the step, outside of the models' forwards, and a "
         "replay runs with what was there before (set it within the function of "
@@ -154,7 +159,7 @@ def set_text(names: Sequence[str]) -> str:
 def fast_text(modules: Sequence[str]) -> str:
     """Returns, as a clause, that modules take a fast path that no trace takes."""
     return (
-        f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
+        f"{some(modules, _FEW)} may take a fast path of torch, which no replay "
         "takes that lists operations: look at what they are given, as rows that are "
         "masked as a whole"
     )
@@ -162,9 +167,8 @@ def fast_text(modules: Sequence[str]) -> str:
 
 def counted_text(names: Sequence[str]) -> str:
     """Returns that global values, which nothing puts back, are others by now."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    first = _some(names)
     return (
-        f"Changed while the step was run again, and not put back: {first}{more}. What "
+        f"Changed while the step was run again, and not put back: {first}. What "
         "a step does to global values and classes, each replay does once more."
     )
