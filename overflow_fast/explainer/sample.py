@@ -25,7 +25,6 @@ from .trace_back import RootOp
 
 COMPUTED = ("forward", "backward")  # phases in which samples go their own ways
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
-_NOT_COMPARED = "The samples of the batch were not compared: {}."
 
 
 class _SpentError(Exception):
@@ -54,7 +53,7 @@ def find_sample(
     if size is None or found.phase == "weights":
         why = why_whole(call)
         if why:
-            found.notes.append(_NOT_COMPARED.format(why))
+            found.notes.append(f"The samples of the batch were not compared: {why}.")
         return None
     found.num_samples, others = size, None
     source = root_op.source
@@ -85,7 +84,7 @@ def find_sample(
                 index = index if run(rows, has_table=False).is_clean else None
         except _SpentError:
             index = None
-            found.notes.append(_NOT_COMPARED.format(notes.SPENT))
+            found.notes.append(notes.WHICH_SAMPLE)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None

@@ -114,6 +114,7 @@ NOT_TRIED = (
     "it was before, and holds non-finite values."
 )
 SPENT = "the budget, of forwards or of seconds, was spent"
+WHICH_SAMPLE = f"Which sample it comes from is not known: {SPENT}."
 NOT_LOOKED_BACK = f"Whether a number was lost before it is not known: {SPENT}."
 NOT_WITHIN = f"The operations within it were not looked at: {SPENT}."
 NOT_SMALLER = f"The step was not run with weights as large as before: {SPENT}."
