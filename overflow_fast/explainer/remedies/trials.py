@@ -14,7 +14,7 @@ from ...base.text import dtype_name, error_line
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.explanation import Explanation
-from ...guard.report.notes import SPENT
+from ...guard.report.notes import NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
@@ -386,7 +386,12 @@ class Trials:
             patches: These.
         """
         wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
-        if wide is not None and self.allow(1) and self.may_run():
+        if wide is None or not self.allow(1):
+            return
+        found = self._failure.found
+        if not self.may_run():
+            found.notes += [NOT_IN_FLOAT64] * (NOT_IN_FLOAT64 not in found.notes)
+        else:
             result = self.run_part(StepPart(), [wide, *patches])
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
