@@ -31,14 +31,9 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
+from .meant_infs import is_meant, returns_meant
 from .memory import StorageMap
-from .op_call import (
-    UNDEFINED,
-    OpCall,
-    Source,
-    is_meant,
-    returns_meant,
-)
+from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
 from .tape import Tape

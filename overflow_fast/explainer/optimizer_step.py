@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..base.modules import module_of_parameter, named_parameters
+from ..base.modules import named_parameters
 from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
 from ..guard.report import notes
@@ -80,14 +81,8 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 grown = shape * (parameter.shape != before)
                 held = summary_of(parameter.detach()).nonfinite_text()
                 put = _PUT.format(found.tensor, grown, held)
-                return Explanation(
-                    "weights",
-                    BAD_WEIGHTS.name,
-                    found.module,
-                    tensor=found.tensor,
-                    evidence=[put],
-                    notes=[REPLACED],
-                )
+                found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
+                return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
             group = {**now, **step.last_steps.settings(optimizer, place)}
             wrong = _by_settings(optimizer, place, group, parameter, found)
@@ -134,13 +129,8 @@ def _by_settings(
     text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
     made = "that step made again with gradients of 0 is non-finite as well"
     made = f"{made}; {', '.join(since)}" if since else made
-    return Explanation(
-        "optimizer",
-        BAD_SETTING.name,
-        module_of_parameter(found.tensor),
-        tensor=found.tensor,
-        evidence=[text, made],
-    )
+    found = replace(found, phase="optimizer", cause=BAD_SETTING.name)
+    return replace(found, evidence=[text, made])
 
 
 def _named(place: int, name: str) -> str:
@@ -171,13 +161,12 @@ def _made_again(
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
-    found = Explanation(
-        "optimizer",
-        RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
-        "",
-        op_at(made.name, made.sites, made.details and made.details.op),
-        found.tensor,
-        evidence=found.evidence,
+    found = replace(
+        found,
+        phase="optimizer",
+        cause=RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
+        module="",
+        op=op_at(made.name, made.sites, made.details.op if made.details else None),
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
@@ -253,11 +242,5 @@ def _too_large(
             f"the learning rate {learning_rate:.3g} times the largest gradient that "
             f"was seen before the step, {gradient:.3g}, is beyond the largest number"
         )
-        return Explanation(
-            "optimizer",
-            DIVERGENCE.name,
-            module_of_parameter(found.tensor),
-            tensor=found.tensor,
-            evidence=found.evidence,
-        )
+        return replace(found, phase="optimizer", cause=DIVERGENCE.name, notes=[])
     return found
