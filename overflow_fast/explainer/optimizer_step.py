@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..base.modules import named_parameters
 from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
 from ..guard.report import notes
@@ -25,6 +24,7 @@ from ..guard.report.findings import REPLACED
 from ..guard.report.remedy import Remedy
 from ..guard.verdict.optimizer_settings import nonfinite_in
 from .bad_step import BadStep
+from .named_tensors import state_by_name
 from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
@@ -61,12 +61,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
         step: The step.
         found: What is said of the weight so far.
     """
-    named = {
-        f"{prefix}{name}": parameter
-        for prefix, model in step.models.items()
-        for name, parameter in named_parameters(model)
-    }
-    parameter = named[found.tensor]
+    parameter = state_by_name(step.models)[found.tensor]
     found = Explanation(
         module=found.module,
         tensor=found.tensor,
@@ -85,8 +80,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
             group = {**now, **step.last_steps.settings(optimizer, place)}
-            wrong = _by_settings(optimizer, place, group, parameter, found)
-            made = wrong or _made_again(optimizer, group, parameter, found)
+            made = _made_again(optimizer, place, group, parameter, found)
             times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
             if made is None:
@@ -96,29 +90,16 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
 
 
 def _by_settings(
-    optimizer: Any,
-    place: int,
-    group: Mapping[str, Any],
-    parameter: torch.Tensor,
-    found: Explanation,
-) -> Explanation | None:
-    """The explanation if a nan or inf among the step's settings makes the same again.
+    optimizer: Any, place: int, wrong: Mapping[str, float], found: Explanation
+) -> Explanation:
+    """The explanation where a nan or inf among its settings made the step's result.
 
     Args:
         optimizer: The optimizer.
         place: The place of the parameter's group.
-        group: The settings of its last step.
-        parameter: The parameter.
-        found: What is said of it so far.
+        wrong: The settings of its last step that are not finite, by name.
+        found: What is said of the parameter so far.
     """
-    wrong = nonfinite_in(group)
-    if not wrong:
-        return None
-    twin = OptimizerTwin(optimizer, dict(group), parameter, parameter.dtype)
-    twin.step()
-    bad = ~parameter.detach().isfinite()
-    if not bool((bad & ~twin.parameter.isfinite()).any()):
-        return None
     now = optimizer.param_groups[place]
     texts = [f"{_named(place, name)} was {value}" for name, value in wrong.items()]
     since = [
@@ -144,18 +125,34 @@ def _number(value: Any) -> str:
 
 
 def _made_again(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, found: Explanation
+    optimizer: Any,
+    place: int,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    found: Explanation,
 ) -> Explanation | None:
-    """The explanation if the same elements become non-finite again."""
+    """The explanation if the same elements become non-finite again.
+
+    Args:
+        optimizer: The optimizer.
+        place: The place of the parameter's group.
+        group: The settings of its last step.
+        parameter: The parameter.
+        found: What is said of it so far.
+    """
     twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
     table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
     bad = ~twin.parameter.isfinite()
-    is_same = bool((bad & ~parameter.detach().isfinite()).any())
-    root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not bool((bad & ~parameter.detach().isfinite()).any()):
+        return None
+    wrong = nonfinite_in(group)
+    if wrong:
+        return _by_settings(optimizer, place, wrong, found)
+    root_op = trace_back(table.sources(twin.parameter))
     made = None if root_op is None else root_op.source
-    if not is_same or not isinstance(made, OpCall):
+    if not isinstance(made, OpCall):
         return None
     wide = OptimizerTwin(optimizer, group, parameter, torch.float64)
     wide.step()
@@ -170,10 +167,6 @@ def _made_again(
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
-    wrong = nonfinite_in(group)
-    if wrong:
-        texts = [f"{name}={value}" for name, value in wrong.items()]
-        found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
     eps, own = "", group.get("eps")
     if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
         eps = f"eps={own:g} is 0 in {dtype}" * is_finite
