@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from overflow_fast.guard.report.causes import DIVERGENCE, Cause
-from overflow_fast.guard.report.gist import plain_name
+from overflow_fast.guard.report.gist import spoken_name
 
 from .failure import Failure
 from .oracle import base_of
@@ -99,7 +99,7 @@ def _is_enough(failure: Failure, text: str) -> bool:
     line = text.partition("\n")[0]
     has_cause = any(_has_words_of(Cause.of(each), line) for each in failure.causes)
     places = [f"{Path(failure.file).name}:{failure.line}"] if failure.line else []
-    places += [plain_name(each) for each in failure.ops if each]
+    places += [spoken_name(each) for each in failure.ops if each]
     places += failure.tensor.split("|") if failure.tensor else []
     return has_cause and (not places or any(each in line for each in places))
 

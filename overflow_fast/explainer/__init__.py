@@ -20,7 +20,8 @@
 5. A `Search` (`search.py`) asks the `Question`s of `questions.py`: without a run, of
    the first one, and of a traced one. The first that has an answer explains the step.
 6. Else `trace_back.py` walks from what is bad to its `RootOp`: the `OpCall` that made
-   it, or a `Leaf` (`leaves.py`), which was bad before.
+   it, or a `Leaf` (`leaves.py`), which was bad before; not to infs that are meant
+   (`meant_infs.py`).
 7. `explain_origin.py` makes the `Explanation` of that. Its cause is corrected where a
    number was lost before (`Lost`, `rounding.py`), where results or weights have grown
    (`call_growth.py`, `weight_growth.py`), or where an update made a weight non-finite

@@ -23,7 +23,7 @@ from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
 from ..guard.report.op import Op
-from ..guard.report.op_words import in_float64_text, made_text
+from ..guard.report.op_words import in_float64_text, made_text, tells_float64
 from .call_growth import CallGrowth, growth_of
 from .calls import Call, ModelCall
 from .leaves import Leaf
@@ -176,10 +176,16 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     if not growth.explodes:
         found.evidence.append(growth.text)
         return
-    assert found.op is not None
     found.cause, found.reason = causes.GRADIENT_EXPLOSION.name, growth.text
-    found.evidence.append(in_float64_text(found.op))
+    tell_float64(found)
     found.notes.append(notes.NOT_CLIPPED)
+
+
+def tell_float64(found: Explanation) -> None:
+    """Tells the result in float64, which a first line with a reason leaves out."""
+    is_told = any(map(tells_float64, found.evidence))
+    if found.op is not None and not is_told:
+        found.evidence += filter(None, [in_float64_text(found.op)])
 
 
 def _mask_text(op: OpCall) -> str:

@@ -26,21 +26,19 @@ _MOST = 16  # operations asked whether they overflowed; none behind them is; cho
 
 
 def find_hidden(
-    replayer: Replayer, place: int
-) -> tuple[Explanation, RootOp, ReplayResult] | None:
-    """Traces a finite forward; None where all within it was finite, or meant.
+    replayer: Replayer, place: int, traced: ReplayResult
+) -> tuple[Explanation, RootOp] | None:
+    """Explains what was not finite within a finite forward; None where nothing was.
 
     Args:
         replayer: Runs it; it is entered.
         place: The place of its call.
+        traced: A replay that lists its operations.
 
     Returns:
-        The explanation, the operation, and the replay. The explanation is a note alone
-        where the output is not known to be far from that in float32.
+        The explanation, and the operation. The explanation is a note alone where the
+        output is not known to be far from that in float32.
     """
-    nearness = Nearness(replayer)
-    part = StepPart(place, looks_back=True, has_calls=True)
-    traced = replayer.run(part, observers=[nearness])
     table = traced.table
     if table is None or traced.error is not None or not traced.is_clean:
         return None
@@ -58,12 +56,12 @@ def find_hidden(
     telling = (e for e in overflows if not _saturates(hidden_by(e[0], table.ops)))
     bad, found = next(telling, (overflows or explained)[0])
     root_op = RootOp(bad, [bad])
-    distance = nearness.distance()
+    distance = _distance(replayer)
     found.evidence.insert(1, _told(bad, table.ops, distance))
     if distance is None or distance <= tolerance(()):
         told = "; ".join(map(str, found.evidence[:2]))
         found = Explanation(notes=[f"Values within it were not finite: {told}."])
-    return found, root_op, traced
+    return found, root_op
 
 
 def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
@@ -76,9 +74,14 @@ def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
         bad: The operation.
         table: The operations.
     """
+    return _told(bad, table.ops, _distance(replayer))
+
+
+def _distance(replayer: Replayer) -> float | None:
+    """How far a forward's output is from that in float32; None if it is not known."""
     nearness = Nearness(replayer)
     replayer.run(StepPart(), observers=[nearness])
-    return _told(bad, table.ops, nearness.distance())
+    return nearness.distance()
 
 
 def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:

@@ -1,4 +1,4 @@
-"""One call of an operation, and which infs are meant.
+"""One call of an operation: what it was given, what it made, and who called it.
 
 1. `OpTrace` makes an `OpCall` of what is about to run: what it is given, and what it
    writes to. `ModuleStack.note_caller()` adds the module, the lines and the autograd
@@ -30,7 +30,7 @@ from ..guard.report.op import Op
 from ..torch_internals.replaying import schema_of
 from .leaves import Leaf
 from .memory import TapedTensor, memory_of
-from .tensor_kinds import NAN, NEGATIVE_INF, Index, is_float
+from .tensor_kinds import Index, is_float
 from .torch_calls import TorchCall
 from .users_lines import Sites, place_text
 
@@ -48,7 +48,6 @@ class Details:
         reason: In a sentence.
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
-        divides_by_number: Whether it divides by a number of Python, and no tensor.
         part: Where it was computed again, in words, if not as a whole; or "".
     """
 
@@ -57,7 +56,6 @@ class Details:
     reason: str = ""
     last_index: Index | None = None
     columns: list[int] = field(default_factory=list)
-    divides_by_number: bool = False
     part: str = ""
 
     @property
@@ -136,7 +134,7 @@ class OpCall:
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
-        is_meant: Whether these are infs that the code asked for; see `is_meant()`.
+        is_meant: Whether these are infs that the code asked for; see `meant_infs.py`.
         is_asked: Whether its infs are a number of Python that it was given.
         masks: The sources of the infs that it was given, where all of them are meant.
         reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
@@ -360,54 +358,4 @@ class OpCall:
         return (found.module if found is not None else None) or ""
 
 
-# Which infs are meant.
-#
-# A mask is made of -inf, of which a softmax makes 0. That is no failure, nor is what
-# passes it on: a search for the origin of bad values does not end there. Where infs
-# come from decides, never where they arrive, and a nan is never meant.
-#
-# - A tensor from before the replay is a mask (`Leaf.is_mask`) if it holds -inf and no
-#   other kind: a buffer, or another constant of a module. In a batch or an object all
-#   other values have to be 0, and without a graph: else it is data, or a result such as
-#   a log. An unknown tensor is meant if -inf alone was read of it.
-# - An operation that reads nothing bad has asked for its infs if they are -inf and it
-#   was given such a number: `masked_fill(mask, -inf)`. +inf is always reported.
-# - One that reads nothing bad but what is meant passes that on (`returns_meant`). Where
-#   it returns other kinds, or fewer values (`OpCall.reduces`: all of a row may have
-#   been masked), it is computed again in float64, and its infs are meant unless the
-#   true result is finite: an overflow beside a mask is reported.
-#
-# If the loss itself holds infs that are meant, the mask has gone beyond itself: at the
-# first operation that `reduces`, found by `OpCall.masks` (`masked_whole`).
-
 Source = OpCall | Leaf
-
-
-def is_meant(source: Source, kinds: int = 0) -> bool:
-    """True if the infs of a source were asked for, as those of a mask are.
-
-    Args:
-        source: The source.
-        kinds: The kinds of non-finite values that were read of it; 0 at the end of a
-            search, where an unknown tensor is the origin.
-    """
-    if isinstance(source, OpCall):
-        return source.is_meant
-    if source.kind == "unknown":  # such as a constant
-        return kinds == NEGATIVE_INF
-    return source.is_mask
-
-
-def returns_meant(op: OpCall, kinds: int, given: int) -> bool:
-    """True if an operation has asked for its infs, or passes on infs that are meant.
-
-    Args:
-        op: The operation, which has read nothing bad but what is meant.
-        kinds: The kinds of non-finite values that it has returned.
-        given: The kinds that it has read.
-    """
-    if kinds & NAN:
-        return False
-    if not given:
-        return kinds == NEGATIVE_INF and bool(op.is_constant or op.numbers)
-    return not kinds & ~given

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,14 +31,9 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
+from .meant_infs import is_meant, returns_meant
 from .memory import StorageMap
-from .op_call import (
-    UNDEFINED,
-    OpCall,
-    Source,
-    is_meant,
-    returns_meant,
-)
+from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
 from .tape import Tape
@@ -115,15 +110,6 @@ class OpTable(OpObserver):
         for leaf in leaves:
             leaf.is_read = True
         return list(leaves)
-
-    def made_of(self, tensors: Iterable[torch.Tensor]) -> set[OpCall]:
-        """The operations that some tensors were computed by."""
-        waiting = [op for tensor in tensors for op in self._writers.get(tensor) or ()]
-        found = set(waiting)
-        for op in waiting:  # it grows meanwhile
-            waiting += [each for each in op.read_from if each not in found]
-            found.update(op.read_from)
-        return found
 
     def _is_bad(self, leaf: Leaf) -> bool:
         return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ..base.modules import module_of_parameter, named_parameters
 from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
 from ..guard.report import notes
@@ -22,10 +21,11 @@ from ..guard.report.causes import (
 )
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import REPLACED
-from ..guard.report.op import Op
 from ..guard.report.remedy import Remedy
+from ..guard.verdict.optimizer_settings import nonfinite_in
 from .bad_step import BadStep
-from .op_call import NOT_TRIED, OpCall
+from .named_tensors import state_by_name
+from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .optimizer_twin import OptimizerTwin, group_of
@@ -61,12 +61,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
         step: The step.
         found: What is said of the weight so far.
     """
-    named = {
-        f"{prefix}{name}": parameter
-        for prefix, model in step.models.items()
-        for name, parameter in named_parameters(model)
-    }
-    parameter = named[found.tensor]
+    parameter = state_by_name(step.models)[found.tensor]
     found = Explanation(
         module=found.module,
         tensor=found.tensor,
@@ -81,18 +76,11 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 grown = shape * (parameter.shape != before)
                 held = summary_of(parameter.detach()).nonfinite_text()
                 put = _PUT.format(found.tensor, grown, held)
-                return Explanation(
-                    "weights",
-                    BAD_WEIGHTS.name,
-                    found.module,
-                    tensor=found.tensor,
-                    evidence=[put],
-                    notes=[REPLACED],
-                )
+                found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
+                return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
             group = {**now, **step.last_steps.settings(optimizer, place)}
-            wrong = _by_settings(optimizer, place, group, parameter, found)
-            made = wrong or _made_again(optimizer, group, parameter, found)
+            made = _made_again(optimizer, place, group, parameter, found)
             times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
             if made is None:
@@ -102,46 +90,28 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
 
 
 def _by_settings(
-    optimizer: Any,
-    place: int,
-    group: Mapping[str, Any],
-    parameter: torch.Tensor,
-    found: Explanation,
-) -> Explanation | None:
-    """The explanation if a nan or inf among the step's settings makes the same again.
+    optimizer: Any, place: int, wrong: Mapping[str, float], found: Explanation
+) -> Explanation:
+    """The explanation where a nan or inf among its settings made the step's result.
 
     Args:
         optimizer: The optimizer.
         place: The place of the parameter's group.
-        group: The settings of its last step.
-        parameter: The parameter.
-        found: What is said of it so far.
+        wrong: The settings of its last step that are not finite, by name.
+        found: What is said of the parameter so far.
     """
-    wrong = _bad_settings(group)
-    if not wrong:
-        return None
-    twin = OptimizerTwin(optimizer, dict(group), parameter, parameter.dtype)
-    twin.step()
-    bad = ~parameter.detach().isfinite()
-    if not bool((bad & ~twin.parameter.isfinite()).any()):
-        return None
     now = optimizer.param_groups[place]
     texts = [f"{_named(place, name)} was {value}" for name, value in wrong.items()]
     since = [
         f"{_named(place, name)} is {_number(now[name.partition('[')[0]])} now"
         for name in wrong
-        if "[" not in name and not _bad_settings({name: now[name]})
+        if "[" not in name and not nonfinite_in({name: now[name]})
     ]
     text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
     made = "that step made again with gradients of 0 is non-finite as well"
     made = f"{made}; {', '.join(since)}" if since else made
-    return Explanation(
-        "optimizer",
-        BAD_SETTING.name,
-        module_of_parameter(found.tensor),
-        tensor=found.tensor,
-        evidence=[text, made],
-    )
+    found = replace(found, phase="optimizer", cause=BAD_SETTING.name)
+    return replace(found, evidence=[text, made])
 
 
 def _named(place: int, name: str) -> str:
@@ -155,37 +125,48 @@ def _number(value: Any) -> str:
 
 
 def _made_again(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor, found: Explanation
+    optimizer: Any,
+    place: int,
+    group: dict[str, Any],
+    parameter: torch.Tensor,
+    found: Explanation,
 ) -> Explanation | None:
-    """The explanation if the same elements become non-finite again."""
+    """The explanation if the same elements become non-finite again.
+
+    Args:
+        optimizer: The optimizer.
+        place: The place of the parameter's group.
+        group: The settings of its last step.
+        parameter: The parameter.
+        found: What is said of it so far.
+    """
     twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
     table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
     bad = ~twin.parameter.isfinite()
-    is_same = bool((bad & ~parameter.detach().isfinite()).any())
-    root_op = trace_back(table.sources(twin.parameter)) if bool(bad.any()) else None
+    if not bool((bad & ~parameter.detach().isfinite()).any()):
+        return None
+    wrong = nonfinite_in(group)
+    if wrong:
+        return _by_settings(optimizer, place, wrong, found)
+    root_op = trace_back(table.sources(twin.parameter))
     made = None if root_op is None else root_op.source
-    if not is_same or not isinstance(made, OpCall):
+    if not isinstance(made, OpCall):
         return None
     wide = OptimizerTwin(optimizer, group, parameter, torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
-    found = Explanation(
-        "optimizer",
-        RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
-        "",
-        _op_of(made),
-        found.tensor,
-        evidence=found.evidence,
+    found = replace(
+        found,
+        phase="optimizer",
+        cause=RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
+        module="",
+        op=op_at(made.name, made.sites, made.details.op if made.details else None),
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
-    wrong = _bad_settings(group)
-    if wrong:
-        texts = [f"{name}={value}" for name, value in wrong.items()]
-        found.evidence.append(f"its settings are not finite: {', '.join(texts)}")
     eps, own = "", group.get("eps")
     if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
         eps = f"eps={own:g} is 0 in {dtype}" * is_finite
@@ -221,32 +202,6 @@ def _is_finite_again(
     return bool(twin.parameter.isfinite().all())
 
 
-def _bad_settings(group: Mapping[str, Any]) -> dict[str, float]:
-    """Finds the settings of a parameter group that are nan or inf, by name."""
-    named: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, (tuple, list)) and name != "params":
-            named |= {f"{name}[{i}]": each for i, each in enumerate(value)}
-        else:
-            named[name] = value
-    return {
-        name: float(value)
-        for name, value in named.items()
-        if isinstance(value, float)
-        or (isinstance(value, torch.Tensor) and value.numel() == 1)
-        if not math.isfinite(value)
-    }
-
-
-def _op_of(made: OpCall) -> Op:
-    op = op_at(made.name, made.sites)
-    if made.details is not None and made.details.why != NOT_TRIED:
-        ran = made.details.op
-        op.inputs, op.outputs = ran.inputs, ran.outputs
-        op.first_index, op.limit = ran.first_index, ran.limit
-    return op
-
-
 def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:
     """Adds which parts of the weight's state are non-finite where the weight is."""
     places = ~parameter.detach().isfinite()
@@ -280,11 +235,5 @@ def _too_large(
             f"the learning rate {learning_rate:.3g} times the largest gradient that "
             f"was seen before the step, {gradient:.3g}, is beyond the largest number"
         )
-        return Explanation(
-            "optimizer",
-            DIVERGENCE.name,
-            module_of_parameter(found.tensor),
-            tensor=found.tensor,
-            evidence=found.evidence,
-        )
+        return replace(found, phase="optimizer", cause=DIVERGENCE.name, notes=[])
     return found

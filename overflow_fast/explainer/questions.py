@@ -47,7 +47,7 @@ from .calls import Call, name_outside
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
-from .search import Question, Search, Tree, failed
+from .search import Question, Search, Tree, failed, listing
 from .tensor_kinds import bad_names
 
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
@@ -144,15 +144,19 @@ def _is_unwatched(search: Search) -> bool:
 
 def _hidden(search: Search) -> Explanation | None:
     """The explanation of values within a forward; with a cause if it is wrong then."""
-    if not search.may_run():
-        return None
+    place, traced = len(search.replayer.calls) - 1, search.first
+    if traced.table is None:
+        if not search.may_run():
+            whole = _unwatched(search)
+            whole.notes.append(notes.NOT_WITHIN)
+            return whole
+        traced = search.replayer.run(listing(place))
     from .hidden import find_hidden  # most replays need none of it
 
-    place = len(search.replayer.calls) - 1
-    hidden = find_hidden(search.replayer, place)
+    hidden = find_hidden(search.replayer, place, traced)
     if hidden is None:
         return None
-    found, root_op, traced = hidden
+    found, root_op = hidden
     if found.op is None:  # what is seen within it does no harm
         whole = _unwatched(search)
         whole.notes += found.notes
@@ -348,8 +352,9 @@ def _constant(search: Search) -> Explanation:
 
 def _differs(search: Search) -> Explanation:
     first = search.first
-    again = search.replayer.run() if search.may_run(1) else first
-    if not again.is_clean and has_compiled():
+    if has_compiled() and not search.may_run():
+        return Explanation(notes=[notes.SOME.format(notes.SPENT)])
+    if has_compiled() and not search.replayer.run().is_clean:
         phase = "forward" if first.bad_outputs else "backward"
         text = (
             "compiled code gives it each time, and the same code run eagerly does not"

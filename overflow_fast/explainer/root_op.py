@@ -58,8 +58,6 @@ def details_of(
     places = new_places(bad[0], before)
     found.op.first_index, found.last_index = places or (None, None)
     found.op.limit = torch.finfo(bad[0].dtype).max
-    is_quotient = has(op.base, "divides") and bool(op.args)
-    found.divides_by_number = is_quotient and isinstance(op.args[-1], (int, float))
     try:
         found.op.outside = outside_of_domain(op, found.op.first_index)
         found.op.operands = _operands(op, found.op.first_index)

@@ -4,8 +4,8 @@ The operations that an undefined result depends on are held in the replay's tabl
 are run in float64, from one of them on: if the result is finite from one on and not
 from the next on, the first of the two is where the value was lost.
 
-First the nearest of them alone, which takes less; where the result stays undefined,
-more of them, up to all that are held.
+First the nearest of them alone, while they are small, which takes less; where the
+result stays undefined, all that are held.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..base.text import dtype_name
 from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
-from ..guard.report.op_words import IN_FLOAT64
+from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
@@ -120,7 +120,7 @@ class _Undefined:
 
 
 def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
-    """Yields the last of some operations to run: those of few elements, more, all."""
+    """Yields the last of some operations to run: those of few elements, then all."""
     num, numel, seen = 0, 0, set[Contents]()
     for op in reversed(ops[-_NEAREST:]):
         new = {each.contents for each in op.taped} - seen
@@ -128,7 +128,7 @@ def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
         if numel > _CHEAP:
             break
         num, seen = num + 1, seen | new
-    for each in sorted({num, min(_NEAREST, len(ops)), len(ops)} - {0}):
+    for each in sorted({num, len(ops)} - {0}):
         yield ops[-each:]
 
 
@@ -311,8 +311,7 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
         # The first line names this operation, and leaves out a reason.
         found.evidence += [found.reason] * bool(found.reason)
         found.reason = ""
-    others = [each for each in found.evidence[1:] if not each.startswith(IN_FLOAT64)]
-    found.evidence[1:] = [_text_of(lost), *others]
+    retell_float64(found.evidence, _text_of(lost))
 
 
 def _text_of(lost: Lost) -> str:

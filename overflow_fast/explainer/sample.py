@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..guard.report import notes
 from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
@@ -24,10 +25,10 @@ from .trace_back import RootOp
 
 COMPUTED = ("forward", "backward")  # phases in which samples go their own ways
 _INDEX_KEYS = ("index", "indices", "idx", "sample_index", "sample_id", "id", "ids")
-_NO_BUDGET = (
-    "The samples of the batch were not compared: the budget, of forwards or of time, "
-    "was spent."
-)
+
+
+class _SpentError(Exception):
+    """The budget has ended before the sample was known."""
 
 
 def find_sample(
@@ -65,11 +66,21 @@ def find_sample(
         or not replayer.ranks.can_cut(place)
     ):
         index = None
-    elif not may_run(1):
-        index = None
-        found.notes.append(_NO_BUDGET)
     else:
-        index, others = _halved(source, replayer, place, size, may_run, traced)
+
+        def run(
+            rows: Sequence[int], observers: Sequence[Observer] = (), **how: bool
+        ) -> ReplayResult:
+            if not may_run(1):
+                raise _SpentError
+            part = StepPart(place, tuple(rows), **how)
+            return replayer.run(part, observers=observers)
+
+        try:
+            index, others = _halved(source, size, run, traced, replayer.models)
+        except _SpentError:
+            index = None
+            found.notes.append(notes.WHICH_SAMPLE)
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
@@ -91,16 +102,22 @@ def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:
 
 def _halved(
     source: OpCall,
-    replayer: Replayer,
-    place: int,
     size: int,
-    may_run: Callable[[int], bool],
+    run: Callable[..., ReplayResult],
     traced: ReplayResult,
+    models: Mapping[str, nn.Module],
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
     Backwards are run where the forward alone did not show it. The other samples are run
     with theirs, since that is a remedy, too.
+
+    Args:
+        source: The operation.
+        size: How many samples there are.
+        run: Replays the step with some of them.
+        traced: The replay with all.
+        models: The models.
 
     Returns:
         The sample, and the replay of the others, which is finite; else None.
@@ -109,22 +126,17 @@ def _halved(
 
     def fails(rows: Sequence[int]) -> bool:
         """True if a part of the batch fails at the same place."""
-        if not may_run(1):
-            return False
         fails_again = None if _reads_bad(source) else _FailsAgain(source)
         observers = [] if fails_again is None else [fails_again]
         has_table = fails_again is None
-        part = StepPart(
-            place, tuple(rows), has_table=has_table, has_backward=has_backward
-        )
-        result = replayer.run(part, observers=observers)
+        result = run(rows, observers, has_table=has_table, has_backward=has_backward)
         is_bad = stays_within or result.is_forward or result.is_in_gradients
         is_bad = is_bad or bool(result.bad_buffers)
         if result.error is not None or not is_bad:
             return False
         if fails_again is not None:
             return fails_again.is_seen
-        again = None if stays_within else result.root_op(replayer.models)
+        again = None if stays_within else result.root_op(models)
         other = None if again is None else again.source
         return isinstance(other, OpCall) and other.place == source.place
 
@@ -136,20 +148,15 @@ def _halved(
         search = Halving(size)
         is_seen = False  # with this sample alone
         for half in search:
-            if not may_run(1):
-                return None, None
             is_within = fails(half)
             is_seen = is_within and len(half) == 1
             search.note(is_within)
         found = search.place
         if not is_seen and not fails([found]):
             return None, None
-    if not may_run(1):
-        return None, None
-    rows = tuple(i for i in range(size) if i != found)
+    rows = [i for i in range(size) if i != found]
     observers = [_FailsAgain(source)] * stays_within
-    part = StepPart(place, rows, has_table=False)
-    others = replayer.run(part, observers=observers)
+    others = run(rows, observers, has_table=False)
     is_finite = others.is_clean and not any(each.is_seen for each in observers)
     return (found, others) if is_finite else (None, None)
 

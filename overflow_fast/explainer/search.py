@@ -15,16 +15,15 @@ import torch
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
 from ..guard.report import notes
-from ..guard.report.causes import DIVERGENCE, RANGE_OVERFLOW, UNKNOWN
+from ..guard.report.causes import DIVERGENCE, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
-from ..guard.report.op_words import in_float64_text
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep, outside_text
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
-from .explain_origin import explain_root_op
+from .explain_origin import explain_root_op, tell_float64
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
@@ -197,7 +196,7 @@ class Search:
             return known
         bad, last = self.first.bad_call, len(self.replayer.calls) - 1
         place = bad if bad >= 0 else last
-        return self._explained(place, listed or self.replayer.run(_listing(place)))
+        return self._explained(place, listed or self.replayer.run(listing(place)))
 
     def _listed_at_once(self) -> ReplayResult | None:
         """The first run with its operations; None where a plain one has to be made.
@@ -206,7 +205,7 @@ class Search:
         """
         if len(self.replayer.calls) > 1 or not self._ranks.is_alone or has_compiled():
             return None
-        result = self.replayer.run(_listing(0), observers=self._observers)
+        result = self.replayer.run(listing(0), observers=self._observers)
         return result if result.error is None else None
 
     def _shows(self, listed: ReplayResult) -> bool:
@@ -341,6 +340,7 @@ class Search:
         lost = None
         for some in nearest_first(ops):
             if not self._has_time():
+                found.notes.append(notes.NOT_LOOKED_BACK)
                 break
             with no_dispatch(), torch.no_grad():
                 lost = lost_value(some) or lost
@@ -376,15 +376,15 @@ class Search:
         growth = find_growth(self.step)
         if growth is None:
             return
-        is_range = found.cause == RANGE_OVERFLOW.name
         if self.may_run():
             result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
             if result.error is None and not result.is_forward:
                 found.cause, found.reason = DIVERGENCE.name, growth.text
                 found.evidence = [*growth.order, *found.evidence, _SMALLER]
-                if is_range and found.op is not None:
-                    found.evidence.append(in_float64_text(found.op))
+                tell_float64(found)
                 return
+        else:
+            found.notes.append(notes.NOT_SMALLER)
         found.evidence.insert(0, growth.text)
 
     def _try_checkpoints(self, found: Explanation) -> None:
@@ -460,7 +460,8 @@ class Search:
         return names[0] if len(names) == 1 else ""
 
 
-def _listing(place: int) -> StepPart:
+def listing(place: int) -> StepPart:
+    """The part of a replay that lists the operations of a call."""
     return StepPart(place, looks_back=True, has_calls=True)
 
 

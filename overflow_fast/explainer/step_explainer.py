@@ -24,7 +24,7 @@ from ..guard.ranks.agreement import Agreed
 from ..guard.ranks.replay_offer import ReplayOffer
 from ..guard.report import notes
 from ..guard.report.explanation import Explanation
-from ..guard.report.gist import expression_of, plain_name
+from ..guard.report.gist import expression_of, spoken_name
 from ..guard.unit import Unit
 from ..guard.verdict.bad_frames import BadFrame, collect
 from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
@@ -121,7 +121,7 @@ class StepExplainer:
         if op is not None:
             bad = (each for each in op.outputs if not each.is_finite)
             summary = next(bad, None)
-            name = expression_of(op) or plain_name(op.name)
+            name = expression_of(op) or spoken_name(op.name)
         else:
             leaves = (leaf for call in self._calls() for leaf in call.leaves())
             named = dict(leaves) | state_by_name(models_of(self._watches))

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .leaves import Leaf
-from .op_call import OpCall, Source, is_meant
+from .meant_infs import is_meant
+from .op_call import OpCall, Source
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 _KNOWN_LEAVES = (*OF_LEAVES, "gradient")

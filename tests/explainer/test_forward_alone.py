@@ -174,6 +174,10 @@ def test_an_inf_within_is_named_with_a_loss_as_without():
     assert (found.cause, found.module) == ("range overflow", "0")
 
 
+def test_what_is_finite_within_as_well_has_run_once():
+    assert explain(nn.Linear(4, 4).half(), torch.ones(2, 4).half()).replays == 1
+
+
 def test_infs_of_a_mask_are_not_hidden_ones():
     class Masked(nn.Module):
         def forward(self, x):

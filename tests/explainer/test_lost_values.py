@@ -8,6 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
+from overflow_fast.guard.report.notes import (
+    NOT_IN_FLOAT64,
+    NOT_LOOKED_BACK,
+    SPENT,
+    WHICH_SAMPLE,
+)
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -425,6 +431,19 @@ FAR = {
 def test_a_value_that_was_lost_long_before(op):
     found = explained(*FAR[op])
     assert (found.lost_by and found.lost_by.name) == f"aten.{op}"
+
+
+@pytest.mark.tries_remedies
+def test_what_there_was_no_time_for_is_said(monkeypatch):
+    monkeypatch.setattr("overflow_fast.explainer.remedies.trials.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("overflow_fast.explainer.remedies.trials.STEP_TIMES", 0.0)
+    found = explained(*FAR["exp"])
+    assert (found.cause, found.lost_by, found.sample) == ("undefined", None, None)
+    assert [each for each in found.notes if each.endswith(f"{SPENT}.")] == [
+        *(NOT_LOOKED_BACK, WHICH_SAMPLE, NOT_IN_FLOAT64)
+    ]
+    (left_out,) = found.remedies
+    assert not left_out.tried and f"not tried {left_out.text}: {SPENT}" in str(found)
 
 
 # Functions that are undefined however their inputs are rounded.

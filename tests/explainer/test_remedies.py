@@ -580,6 +580,28 @@ def test_the_budget_holds():
     assert found.replays <= 4 and len(found.remedies) <= 2
 
 
+def test_a_change_that_the_budget_has_no_replay_for_is_said_to_be_left_out():
+    model = nn.Linear(2, 3)
+    with torch.no_grad():
+        model.weight.fill_(-75.0)
+        model.bias.zero_()
+    x = torch.ones(4, 2)
+    found = explain(model, x, lambda x: (1 / model(x).exp().sum(-1)).mean(), budget=1)
+    failed, left_out = found.remedies
+    assert failed.tried and not failed.is_finite and not left_out.tried
+    assert f"not tried {left_out.text}: the budget" in str(found)
+
+
+def test_samples_that_the_budget_does_not_compare_are_not_named_and_it_is_said():
+    x = torch.tensor([[1.0], [30.0], [60.0], [130.0]])
+    model = Warp()
+    for budget in range(1, 6):
+        found = explain(model, x, lambda x: model(x).square().mean(), budget=budget)
+        is_said = any("Which sample" in n for n in found.notes)
+        assert is_said == (found.sample is None)
+    assert found.sample == 3
+
+
 # Followed to the letter in a fresh run.
 
 ZOO = Path(__file__).parents[2].parent / "shared" / "zoo"

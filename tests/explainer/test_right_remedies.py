@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
+from overflow_fast.explainer.explain_origin import tell_float64
 from overflow_fast.explainer.remedies.attempts import note_rounding
 from overflow_fast.explainer.remedies.failure import Failure
 from overflow_fast.explainer.remedies.rules import LINKS
@@ -20,8 +21,10 @@ from overflow_fast.explainer.remedies.true_step import Truth, in_float64
 from overflow_fast.explainer.replayer import Replayer, ReplayResult, StepPart
 from overflow_fast.explainer.torch_calls import TorchCall
 from overflow_fast.guard.kept_calls.ambient import Ambient
+from overflow_fast.guard.report.causes import EMPTY_REDUCTION
 from overflow_fast.guard.report.explanation import Explanation
-from overflow_fast.guard.report.op import Op
+from overflow_fast.guard.report.op import Op, TensorSummary
+from overflow_fast.guard.report.op_words import in_float64_text
 from overflow_fast.guard.report.remedy import Remedy, Worth
 
 
@@ -545,6 +548,27 @@ def test_a_0_that_a_difference_may_have_made_is_not_said_to_be_lost(made_by, cau
     note_rounding(Failure(found, None, 0, calls=calls), 37.0)
     assert found.cause == cause
     assert found.evidence[-1] == "the whole step in float64 is finite: its loss is 37"
+
+
+def test_what_float64_makes_of_an_operation_is_told_once_and_hides_nothing_else():
+    inputs = [TensorSummary((), dtype="float32", numel=1)]
+    op = Op("aten.div", inputs=inputs, outputs=inputs, true_value=0.5, limit=3e38)
+    other = "`x` holds -9999 at [1, 0]"
+    found = Explanation("forward", EMPTY_REDUCTION.name, op=op, evidence=["1 nan"])
+    found.evidence += [other, in_float64_text(op, " at [0] alone")]
+    tell_float64(found)
+    assert len(found.evidence) == 3
+    note_rounding(Failure(found, None, 0), 37.0)
+    assert [*found.evidence[::2], len(found.evidence)] == ["1 nan", other, 3]
+    assert found.evidence[1].endswith("rounded away in float32")
+    tell_float64(found)
+    assert found.evidence[3:] == [in_float64_text(op)]
+
+
+def test_an_operation_without_a_result_has_none_in_float64():
+    found = Explanation("backward", op=Op("c10d.allreduce_"), evidence=["of ranks"])
+    tell_float64(found)
+    assert found.evidence == ["of ranks"]
 
 
 @pytest.mark.parametrize("num", [3, 12])

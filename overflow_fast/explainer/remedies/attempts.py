@@ -23,6 +23,8 @@ from ...guard.report.causes import (
     UNDEFINED,
     Cause,
 )
+from ...guard.report.notes import NOT_MEASURED
+from ...guard.report.op_words import retell_float64
 from ...guard.report.remedy import Elsewhere, Remedy
 from ..explain_origin import explain_root_op
 from ..replayer import Patch, Replayer, ReplayResult
@@ -84,9 +86,6 @@ _EAGERLY = (
     "they were not tried."
 )
 _NONE = "No remedy was found."
-_NONE_TRIED = (
-    "No remedy was tried: the budget of a replay, in forwards or in seconds, was spent."
-)
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -126,7 +125,7 @@ def find_remedies(
     found.notes += list(dict.fromkeys(trials.notes))
     is_of_code = "calls" in Cause.of(found.cause).remedies and not failure.is_meant
     if is_of_code and not (found.remedies or trials.notes):
-        found.notes.append(_NONE if trials.may_run() else _NONE_TRIED)
+        found.notes.append(_NONE)
 
 
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
@@ -142,11 +141,10 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
     is_open = failure.is_complex and found.cause in _OPEN
     if is_open or found.cause == EMPTY_REDUCTION.name:
         found.cause = ROUNDING.name
-        dtype = "" if found.op is None else f" in {found.op.inputs[0].dtype}"
-        found.evidence[1:2] = [
-            "the whole step in float64 is finite: a number before it was rounded "
-            f"away{dtype}"
-        ]
+        op = found.op
+        dtype = "" if op is None else f" in {[*op.inputs, *op.outputs][0].dtype}"
+        text = "the whole step in float64 is finite: a number before it was rounded"
+        retell_float64(found.evidence, f"{text} away{dtype}")
     elif found.cause == UNDEFINED.name:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
         loss = f"its loss is {true_loss:.4g}"
@@ -190,15 +188,19 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     That is with the batch of the last clean step, where it is known and finite still;
     else in this step without the sample that fails, which is the trial of that remedy,
     too. What changes no finite result moves nothing there, and a change that is one of
-    this step's samples cannot be made there.
+    this step's samples cannot be made there. What is shown first is measured first, and
+    what the budget leaves out is said.
     """
-    moving = [
-        each
-        for each in trials.tried
-        if each.remedy.keeps_running
-        and each.remedy.moves_results != 0
-        and all(type(patch).calls is Patch.calls for patch in each.patches)
-    ]
+    moving = sorted(
+        (
+            each
+            for each in trials.tried
+            if each.remedy.keeps_running
+            and each.remedy.moves_results != 0
+            and all(type(patch).calls is Patch.calls for patch in each.patches)
+        ),
+        key=lambda each: _rank(each.remedy),
+    )
     if moving and failure.clean is not None and trials.allow(1 + len(moving)):
         clean = OtherCall(failure.clean)
         if trials.may_run() and _measure(trials, moving, trials.run([clean]), clean):
@@ -209,13 +211,18 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     trials.go_on(AppliedPatches())
     without = SomeSamples(place, tuple(i for i in range(size) if i != sample))
     plain = failure.others
-    if plain is None and moving and trials.allow(1) and trials.may_run():
-        plain = trials.run([without]).held()
+    if plain is None and moving:
+        if trials.allow(1) and trials.may_run():
+            plain = trials.run([without]).held()
+        else:
+            trials.notes.append(NOT_MEASURED)
     for trial in without_sample(failure, trials, without):
         if plain is not None and trial.patch is without:
             trials.attempt(trial, plain)
         elif trials.allow(1) and trials.may_run():
             trials.attempt(trial)
+        else:
+            trials.leave_out(trial)
     if moving and plain is not None:
         _measure(trials, moving, plain, without, int(sample))
 
@@ -241,6 +248,8 @@ def _measure(
     plain = plain.held()
     for each in moving:
         if not trials.may_run():
+            is_shown = each.remedy.is_recommended or not trials.found_remedy
+            trials.notes += [NOT_MEASURED] * is_shown
             break
         result = trials.run([elsewhere, *each.patches])
         if result.error is None and not result.is_clean and left_out is None:
@@ -260,9 +269,12 @@ def _is_whole(result: ReplayResult) -> bool:
 
 
 def _try_all(failure: Failure, trials: Trials) -> None:
+    """Tries one after another; without a remedy, says what the budget leaves out."""
     if failure.is_meant:
         return
     for applies, makes in _ATTEMPTS:
+        if trials.is_over and trials.found_remedy:
+            return
         if not applies(failure):
             continue
         attempts = makes(failure, trials)
@@ -271,9 +283,10 @@ def _try_all(failure: Failure, trials: Trials) -> None:
             while trial is not None and not trials.is_over:
                 trial = attempts.send(trials.attempt(trial))
         except StopIteration:
-            pass
-        if trials.is_over:
-            break
+            continue
+        if trial is not None and not trials.found_remedy:
+            trials.leave_out(trial)
+            return
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:

@@ -12,6 +12,7 @@ import torch
 from ...base.text import error_line
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
+from ...guard.report.notes import NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
@@ -262,6 +263,11 @@ class Trials:
         self._most += num * len(self.replayer.calls) * is_large
         return is_large
 
+    def leave_out(self, trial: Trial) -> None:
+        """Notes a trial that the budget has no replay for."""
+        remedy = self.applied.with_trial(trial).remedy
+        self.remedies.append(replace(remedy, tried=False, why=SPENT))
+
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
         self.applied, self.failed = applied, []
@@ -275,9 +281,8 @@ class Trials:
         """
         applied = self.applied.with_trial(trial)
         remedy, patches = applied.remedy, applied.patches
-        same = [
-            e for e in self.remedies if (e.code, e.file) == (remedy.code, remedy.file)
-        ]
+        tried = [each for each in self.remedies if each.tried]
+        same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
         stays = self._failure.stays_within
@@ -385,7 +390,12 @@ class Trials:
             patches: These.
         """
         wide = self._failure.in_float64 if self.replayer.ranks.is_alone else None
-        if wide is not None and self.allow(1) and self.may_run():
+        if wide is None or not self.allow(1):
+            return
+        found = self._failure.found
+        if not self.may_run():
+            found.notes += [NOT_IN_FLOAT64] * (NOT_IN_FLOAT64 not in found.notes)
+        else:
             result = self.run_part(StepPart(), [wide, *patches])
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]

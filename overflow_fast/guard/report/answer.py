@@ -12,7 +12,7 @@ from .findings import Findings
 from .gist import BETWEEN, expression_of, gist_of, on_rank, parted
 from .remedy import Remedy
 
-_FEW = 3  # sentences of a kind, and ends of a chain; chosen
+_FEW = 3  # operations at each end of a chain, whose cut is seen; chosen
 _MAX_CODE = 70  # characters of a line of code: with its label, a terminal's 80
 _NONE_KEEPS = "no change that was tried keeps the value"
 
@@ -115,7 +115,7 @@ class ExplanationText:
             yield "cause", f"{self._what()}{self._where()}"
         if found.op is not None and found.op.called_from:
             yield "your line", found.op.called_from
-        for sentence in self._left([*found.evidence, found.reason])[:_FEW]:
+        for sentence in self._left([*found.evidence, found.reason]):
             yield "evidence", sentence
         if found.forward is not None:
             yield "forward", "{} of the step's {}".format(*found.forward)
@@ -123,7 +123,7 @@ class ExplanationText:
             yield "sample", self._sample_text()
         if len(found.chain) > 1:
             yield "chain", _shortened(found.chain)
-        for sentence in self._left([*dict.fromkeys(found.notes)])[:_FEW]:
+        for sentence in self._left([*dict.fromkeys(found.notes)]):
             yield "note", sentence
         if found.replays:
             seconds = f"{found.seconds:.2f} s"
@@ -147,7 +147,7 @@ class ExplanationText:
             yield "", f"{' ' * begin}{'^' * (end - begin)}"
 
     def _attempts(self) -> Iterator[tuple[str, str]]:
-        """Attempts that failed, and those not made where nothing helped."""
+        """Attempts that failed, and those that were not made."""
         remedies = self.found.remedies
         told = [*self._helped, self.found.nearest]
         failed = [each for each in remedies if each.tried and each not in told]
@@ -155,7 +155,7 @@ class ExplanationText:
             labels = [f"{self._label(e)}{e.harm and f' ({e.harm})'}" for e in failed]
             yield "did not help:", _listed(labels)
         not_tried = [each for each in remedies if not each.tried]
-        if not_tried and not self._helped:
+        if not_tried:
             labels = [f"{self._label(e)}{': ' * bool(e.why)}{e.why}" for e in not_tried]
             yield "not tried", _listed(labels)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 
 from ...base.text import capitalized, counted
-from ...base.torch_ops import op_of
+from ...base.torch_ops import base_of, op_of
 from .causes import ROUNDING, UNDERFLOW, Cause
 from .findings import Findings
 from .op import Op
@@ -82,10 +82,9 @@ def told_apart(one: float, other: float) -> tuple[str, str]:
     return f"{one:.17g}", f"{other:.17g}"
 
 
-def plain_name(name: str) -> str:
+def spoken_name(name: str) -> str:
     """The name of an operation as people know it: "softmax" of "aten._softmax"."""
-    _, _, base = name.partition(".")
-    return (base or name).split(".")[0].strip("_")
+    return base_of(name).strip("_")
 
 
 def expression_of(op: Op) -> str:
@@ -97,7 +96,7 @@ def expression_of(op: Op) -> str:
 def _call_text(op: Op) -> str:
     expression = expression_of(op)
     is_short = 0 < len(expression) <= _LONGEST_CALL and "`" not in expression
-    name = plain_name(op.name)
+    name = spoken_name(op.name)
     if is_short:  # which may call a module whose code runs the operation
         name = f"`{expression}`" if name in expression else f"{name} in `{expression}`"
     return f"{_of_derivative(op)}{name}{_at(op)}"
@@ -106,7 +105,7 @@ def _call_text(op: Op) -> str:
 def _numbers_text(op: Op) -> str:
     if not op.operands:
         return _call_text(op)
-    ran = plain_name(op.derivative or op.name)
+    ran = spoken_name(op.derivative or op.name)
     texts = [told_number(each) for each in op.operands]
     sign = op_of(ran).sign
     if sign and len(texts) == 2:
@@ -115,7 +114,7 @@ def _numbers_text(op: Op) -> str:
     else:
         numbers = f"{ran}({', '.join(texts)})"
     if op.derivative:
-        return f"{numbers} in the derivative of {plain_name(op.name)}{_at(op)}"
+        return f"{numbers} in the derivative of {spoken_name(op.name)}{_at(op)}"
     return f"{numbers}{_at(op)}"
 
 
@@ -143,7 +142,7 @@ def _at(op: Op) -> str:
 
 
 def _named_at(op: Op) -> str:
-    return f"{plain_name(op.name)}{f' ({op.place})' if op.place else ''}"
+    return f"{spoken_name(op.name)}{f' ({op.place})' if op.place else ''}"
 
 
 def _size_text(op: Op) -> str:

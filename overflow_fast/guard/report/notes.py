@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...base.text import some
 from ..explaining import USE_RUN
 from .findings import NOT_REPLAYED, NOT_THE_LOSS, PARTLY_REPLAYED
 
@@ -113,6 +114,13 @@ NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
     "it was before, and holds non-finite values."
 )
+SPENT = "the budget, of forwards or of seconds, was spent"
+WHICH_SAMPLE = f"Which sample it comes from is not known: {SPENT}."
+NOT_LOOKED_BACK = f"Whether a number was lost before it is not known: {SPENT}."
+NOT_WITHIN = f"The operations within it were not looked at: {SPENT}."
+NOT_IN_FLOAT64 = f"The whole step was not run in float64: {SPENT}."
+NOT_SMALLER = f"The step was not run with weights as large as before: {SPENT}."
+NOT_MEASURED = f"Changes of batches that are finite were not all measured: {SPENT}."
 BY_ITSELF = "A replay is finite without a remedy, too: {}."
 BAD_STATE = (
     "A checkpoint may have brought the non-finite state, or a step have made it: "
@@ -131,15 +139,19 @@ AGAIN_CLEAN = (
 )
 
 
+def _some(names: Sequence[str]) -> str:
+    return some([f"`{name}`" for name in names], _FEW)
+
+
 def effects_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that what has these names was not put back."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    first = _some(names)
     return f"the step changes {first}, which could not be put back"
 
 
 def set_text(names: Sequence[str]) -> str:
     """Returns, as a clause, that the program set what has these names in the step."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
+    first = _some(names)
     return (
         f"the program set {first} in the step, outside of the models' forwards, and a "
         "replay runs with what was there before (set it within the function of "
@@ -150,7 +162,7 @@ def set_text(names: Sequence[str]) -> str:
 def fast_text(modules: Sequence[str]) -> str:
     """Returns, as a clause, that modules take a fast path that no trace takes."""
     return (
-        f"{', '.join(modules[:_FEW])} may take a fast path of torch, which no replay "
+        f"{some(modules, _FEW)} may take a fast path of torch, which no replay "
         "takes that lists operations: look at what they are given, as rows that are "
         "masked as a whole"
     )
@@ -158,9 +170,8 @@ def fast_text(modules: Sequence[str]) -> str:
 
 def counted_text(names: Sequence[str]) -> str:
     """Returns that global values, which nothing puts back, are others by now."""
-    first = ", ".join(f"`{name}`" for name in names[:_FEW])
-    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    first = _some(names)
     return (
-        f"Changed while the step was run again, and not put back: {first}{more}. What "
+        f"Changed while the step was run again, and not put back: {first}. What "
         "a step does to global values and classes, each replay does once more."
     )

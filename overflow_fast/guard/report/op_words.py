@@ -39,14 +39,26 @@ def in_float64_text(op: Op, part: str = "") -> str:
         op: The operation.
         part: Where it was computed again, if not as a whole; or "".
     """
-    value, limit, dtype = op.true_value, op.limit, op.outputs[0].dtype
+    value, limit = op.true_value, op.limit
     if value is None or limit is None:
         return ""
+    dtype = op.outputs[0].dtype
     if not math.isfinite(value):
         return f"{IN_FLOAT64}{part} from the same inputs, it is {value:g} as well"
     beyond, fits = f"; {dtype}'s maximum is {limit:.5g}", f", which fits {dtype}"
     end = beyond if abs(value) > limit else fits
     return f"{IN_FLOAT64}{part}: {plain_number(value)}{end}"
+
+
+def tells_float64(sentence: str) -> bool:
+    """True if a sentence says what float64 makes of an operation."""
+    return sentence.startswith(IN_FLOAT64)
+
+
+def retell_float64(evidence: list[str], text: str) -> None:
+    """Puts a sentence on float64 in place of those that tell less, behind the first."""
+    others = [each for each in evidence[1:] if not tells_float64(each)]
+    evidence[1:] = [text, *others]
 
 
 def _range_text(each: TensorSummary) -> str:

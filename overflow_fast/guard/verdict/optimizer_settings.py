@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -32,11 +33,18 @@ def bad_settings(optimizers: Sequence[Optimizer]) -> list[SettingRemark]:
     for optimizer in optimizers:
         for i, group in enumerate(optimizer.param_groups):
             of = f"of param_groups[{i}] of {type(optimizer).__name__}"
-            for name, value in group.items():
-                for number in () if name == "params" else _numbers(value):
-                    if not math.isfinite(number):
-                        found.append(_remark(name, number, of))
+            found += [_remark(*each, of) for each in nonfinite_in(group).items()]
     return list(dict.fromkeys(found))
+
+
+def nonfinite_in(group: Mapping[str, Any]) -> dict[str, float]:
+    """The settings of a parameter group that are non-finite, such as "betas[0]"."""
+    found = {}
+    for name, value in group.items():
+        for place, number in () if name == "params" else _numbers(value, ""):
+            if not math.isfinite(number):
+                found[f"{name}{place}"] = number
+    return found
 
 
 def _remark(name: str, number: float, of: str) -> SettingRemark:
@@ -45,11 +53,11 @@ def _remark(name: str, number: float, of: str) -> SettingRemark:
     return remark
 
 
-def _numbers(value: object) -> Iterator[float]:
+def _numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _numbers(each)
+        for i, each in enumerate(value):
+            yield from _numbers(each, f"{place}[{i}]")
     elif isinstance(value, torch.Tensor) and value.numel() == 1:
-        yield float(value.detach())
+        yield place, float(value.detach())
     elif is_number(value):
-        yield float(value)
+        yield place, float(value)

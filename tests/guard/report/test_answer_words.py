@@ -6,6 +6,9 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast.guard.report.explanation import Explanation
+from overflow_fast.guard.report.op import Op
+from overflow_fast.guard.report.remedy import Remedy
 
 pytestmark = pytest.mark.explains
 
@@ -201,3 +204,17 @@ def test_a_quotient_of_minus_infinity_is_no_mask_that_may_be_meant(is_mask):
         model(torch.ones(2, 2)).mean().backward()
         text = str(raised(optimizer.step))
     assert ("allow=" in text) == is_mask
+
+
+def test_a_whole_explanation_leaves_no_sentence_out():
+    evidence, notes = ([f"{what} {i}" for i in range(9)] for what in ("seen", "Open:"))
+    told = [
+        Remedy("that helps", "x = x + 1", is_finite=True),
+        Remedy("that raised", tried=False, why="the replay raised ValueError"),
+    ]
+    op = Op("aten.log")
+    found = Explanation("forward", "undefined", op=op, evidence=evidence, notes=notes)
+    found.remedies = told
+    text = str(found)
+    assert all(each in text for each in [*evidence, *notes])
+    assert "not tried that raised: the replay raised ValueError" in text
