@@ -131,12 +131,16 @@ def _warn_of(prefix: str, bad: Mapping[str, torch.Tensor]) -> None:
 
 def _written_to(call: HeldCall) -> dict[str, torch.Tensor]:
     """Finds what a forward was given and has written to, and caches in its output."""
+    # No version tells of an inference tensor if it was written to. Of those below the
+    # arguments caches are made; one that is an argument itself is rather data.
     given = [
-        (_label(path), tensor) for path, tensor in tensors((call.args, call.kwargs))
+        (_label(path), tensor)
+        for path, tensor in tensors((call.args, call.kwargs))
+        if len(path) > 2 or not tensor.is_inference()
     ]
     written = set(map(id, call.written([tensor for _, tensor in given])))
     found = {name: each for name, each in given if id(each) in written}
-    known = {id(tensor) for _, tensor in given}
+    known = {id(tensor) for _, tensor in tensors((call.args, call.kwargs))}
     for path, tensor in tensors(call.output):
         if len(path) > 2 and id(tensor) not in known:
             found[f"output{path_text(path)}"] = tensor

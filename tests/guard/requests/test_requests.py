@@ -107,6 +107,14 @@ def test_what_a_request_was_given_is_not_left_by_it():
     assert judged({"x": x, "loss": torch.ones(())}, ["a", "b", "c"]).poisoned == {}
 
 
+def test_an_argument_of_inference_mode_is_not_said_to_be_left():
+    net = make_net()
+    with OverflowGuard(net, explain=False), pytest.raises(NonFiniteError) as raised:
+        with torch.inference_mode():
+            net(rows_bad(1))
+    assert raised.value.report.poisoned == {}
+
+
 @pytest.mark.parametrize(
     ("rows", "size", "requests", "is_known"),
     [
