@@ -90,7 +90,7 @@ class RequestReport(RequestData, Report):
         return made
 
     def note_explained(self) -> None:
-        """Takes in what a replay has found: the sample is the row, if none is known."""
+        """Takes in what a replay has found: its sample says whose the rows are."""
         found, ids = self.explanation, self.ids
         if found is not None and found.cause == BAD_DATA.name:  # it was so before
             path = _ARGUMENT.sub("", found.tensor)
@@ -106,7 +106,8 @@ class RequestReport(RequestData, Report):
                 else each
                 for each in found.remedies
             ]
-        if self.rows is not None or found is None or found.sample is None or not ids:
+        are_matched = self.rows is not None and self.are_requests_known
+        if are_matched or found is None or found.sample is None or not ids:
             return
         if found.num_samples == len(ids) and not self.may_be_sorted:
             self.requests = [ids[int(found.sample)]]

@@ -154,6 +154,21 @@ def test_rows_that_the_first_forward_shows_to_be_of_one_name_are_told(rows, requ
     assert report.are_requests_known == (requests is not None)
 
 
+def test_a_replay_tells_of_which_name_repeated_rows_are():
+    net, x = make_net(), torch.ones(3, 4)
+    x[1] = 0
+
+    def guided():
+        return net(torch.cat([x / x.sum(1, keepdim=True)] * 2))
+
+    with OverflowGuard(net) as guard, pytest.raises(NonFiniteError) as raised:
+        with torch.no_grad(), guard.request(ids=["a", "b", "c"]):
+            guard.run(guided)
+    report = raised.value.report
+    assert (report.rows, report.num_rows) == ([1, 4], 6)
+    assert (report.requests, report.are_requests_known) == (["b"], True)
+
+
 class Encodes(nn.Module):
     def __init__(self):
         super().__init__()
