@@ -64,6 +64,8 @@ class RequestReport(RequestData, Report):
         plain = {f.name: getattr(report, f.name) for f in dataclasses.fields(Report)}
         made = cls(**plain, forward=request.forward, ids=request.ids)
         made.num_forwards = max(1, request.num_forwards)
+        if request.forward + 1 < request.num_forwards:  # it may have been finite since
+            made.verdict = dataclasses.replace(made.verdict, headroom=None)
         if request.is_text and request.num_forwards > 1:
             made.token = request.forward
         call, model = request.bad, report_model(request)

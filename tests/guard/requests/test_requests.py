@@ -169,6 +169,21 @@ def test_a_replay_tells_of_which_name_repeated_rows_are():
     assert (report.requests, report.are_requests_known) == (["b"], True)
 
 
+@pytest.mark.parametrize("is_last", [True, False])
+def test_what_a_later_forward_held_is_not_said_to_have_been_before(is_last):
+    net, large = make_net(), rows_bad()
+    nn.init.ones_(net[0].weight)
+    large[1] = 3e38
+    with OverflowGuard(net, explain=False) as guard:
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request():
+                net(rows_bad())
+                net(large)
+                if not is_last:
+                    net(rows_bad())
+    assert ("last seen finite" in str(raised.value.report)) == is_last
+
+
 class Encodes(nn.Module):
     def __init__(self):
         super().__init__()
