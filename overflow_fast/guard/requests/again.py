@@ -326,6 +326,7 @@ class RequestAgain:
         start = None
         if request.bad is not None:
             call, start = request.bad.again(request.zeroed)
+            call.follows_others = request.forward > 0
             calls = [call]
         if request.function is not None:
             request.function.forwards = calls

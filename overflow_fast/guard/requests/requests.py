@@ -98,6 +98,8 @@ class Requests:
         self._numbers.are_judged = True
         self._isolation = isolation
         self._left = LeftState(watches)
+        for watch in () if has_optimizer else watches:
+            watch.inputs.caller = "the program"
         self._gate = Gate(_WAIT)
         self.forwards = Forwards(
             *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),

@@ -45,8 +45,8 @@ class Origin:
             gradient that any code behind a module may have made): qualified names of
             modules (their code), weights and buffers, "the model", "the loss" (code
             after the model), "the batch" (which includes labels), "the training loop"
-            (Lightning: "training_step"), "code in the step", or "a tensor of
-            functional_call()".
+            (Lightning: "training_step"; without an optimizer "the program"), "code in
+            the step", or "a tensor of functional_call()".
         after: The module whose call, or the gradient of whose output, was the last one
             seen before it where that is of use, or "".
         unwatched: What the guard does not watch within the maker: modules, hooks, and

@@ -169,6 +169,18 @@ def test_a_replay_tells_of_which_name_repeated_rows_are():
     assert (report.requests, report.are_requests_known) == (["b"], True)
 
 
+def test_what_a_pipeline_has_computed_between_forwards_is_not_called_data():
+    net, up = make_net(), nn.Linear(2, 4).eval()
+    with OverflowGuard({"net": net, "up": up}) as guard:
+        with torch.no_grad(), pytest.raises(NonFiniteError) as raised:
+            with guard.request(ids=["a"]):
+                up((net(torch.ones(1, 4)) * 0).log().sqrt())
+    report = raised.value.report
+    assert report.explanation.cause == "unknown"
+    assert any("guard.run(" in note for note in report.explanation.notes)
+    assert "training loop" not in str(report)
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_what_a_later_forward_held_is_not_said_to_have_been_before(is_last):
     net, large = make_net(), rows_bad()
