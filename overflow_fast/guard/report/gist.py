@@ -118,9 +118,17 @@ def _numbers_text(op: Op) -> str:
     return f"{numbers}{_at(op)}"
 
 
-def plain_number(value: float) -> str:
-    """Three digits of a number, in plain figures below ten million: 175000."""
-    return f"{float(f'{value:.3g}'):.7g}"
+def plain_number(value: float, digits: int = 3) -> str:
+    """Some digits of a number, in plain figures below ten million: 175000."""
+    return f"{float(f'{value:.{digits}g}'):.7g}"
+
+
+def number_by(value: float, limit: float) -> str:
+    """Three digits of a number, or as many as leave it on its side of a limit."""
+    texts = (plain_number(value, digits) for digits in range(3, 8))
+    is_beyond = abs(value) > limit
+    found = (t for t in texts if (abs(float(t)) > limit) == is_beyond)
+    return next(found, f"{value:.17g}")
 
 
 def told_number(value: float) -> str:
@@ -149,11 +157,11 @@ def _size_text(op: Op) -> str:
     if op.true_value is None or op.limit is None:
         return ""
     if abs(op.true_value) <= op.limit:
-        result = plain_number(op.true_value)
+        result = number_by(op.true_value, op.limit)
         return f" in an intermediate value: its result, {result} in float64, fits"
     if abs(op.true_value) == float("inf"):
         return ", and float64 as well"
-    true = plain_number(op.true_value)
+    true = number_by(op.true_value, op.limit)
     return f" ({true} in float64; its maximum is {op.limit:.5g})"
 
 

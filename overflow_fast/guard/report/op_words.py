@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ...base.text import numbered
-from .gist import plain_number, told_number
+from .gist import number_by, told_number
 from .op import Op, TensorSummary
 
 # Such sentences say how the first line is known; of a lost value another one does.
@@ -47,7 +47,7 @@ def in_float64_text(op: Op, part: str = "") -> str:
         return f"{IN_FLOAT64}{part} from the same inputs, it is {value:g} as well"
     beyond, fits = f"; {dtype}'s maximum is {limit:.5g}", f", which fits {dtype}"
     end = beyond if abs(value) > limit else fits
-    return f"{IN_FLOAT64}{part}: {plain_number(value)}{end}"
+    return f"{IN_FLOAT64}{part}: {number_by(value, limit)}{end}"
 
 
 def tells_float64(sentence: str) -> bool:

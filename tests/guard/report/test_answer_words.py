@@ -79,6 +79,21 @@ def test_a_row_of_scores_that_is_minus_inf_throughout_is_named(as_kept):
     assert explain(model, torch.ones(3, 4), loss_of).is_finite
 
 
+@pytest.mark.parametrize(
+    ("value", "told"), [(65532.0, "65530"), (65520.0, "65520"), (175000.0, "175000")]
+)
+def test_a_number_beyond_a_maximum_is_not_rounded_to_below_it(value, told):
+    positions = torch.tensor([value])
+
+    class Rotary(Assembled):
+        def forward(self, x):
+            return x * positions.to(x.dtype)
+
+    with torch.inference_mode():
+        found = explain(Rotary(lin=nn.Linear(1, 1)), torch.ones(1).half())
+    assert f"({told} in float64; its maximum is 65504)" in str(found)
+
+
 def test_a_run_that_diverges_is_answered_with_the_step_that_did_it_and_what_to_do(
     as_kept,
 ):
