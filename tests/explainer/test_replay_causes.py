@@ -358,9 +358,8 @@ def test_no_part_of_a_batch_is_run_twice_as_it_was(parts, bad):
     x = torch.ones(4, 1)
     x[bad] = -100
     found = explain(model, x, lambda x: model(x).sum().log())
-    again = {rows for rows in parts if parts.count(rows) > 1}
     assert int(found.sample) == bad
-    assert [len(rows) for rows in again] == [4]  # the others, with a backward at last
+    assert not [rows for rows in parts if parts.count(rows) > 1]
     assert found.remedies[0].elsewhere.moved is not None
 
 

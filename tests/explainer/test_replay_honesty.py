@@ -30,8 +30,9 @@ def explained(model, loss, optimizer=None, between=lambda: None, runs=True, step
         with pytest.raises(NonFiniteError) as error:
             for _ in range(steps):
                 optimizer.zero_grad()
-                # What has no name is not computed again from the program's lines.
-                (guard.run(loss) if runs else loss()).backward()
+                # What is not made in the line of the backward is not made again.
+                made = [guard.run(loss) if runs else loss()]
+                made.pop().backward()
                 between()
                 optimizer.step()
     return error.value.report.explanation

@@ -33,7 +33,8 @@ def packed(tmp_path_factory):
     command = ("setup.py", "-q", "egg_info", "--egg-base", str(folder))
     done = python(*command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return set((folder / "overflow_fast.egg-info/SOURCES.txt").read_text().splitlines())
+    names = (folder / "overflow_fast.egg-info/SOURCES.txt").read_text().splitlines()
+    return set(map(os.path.normpath, names))
 
 
 def written(*folders):

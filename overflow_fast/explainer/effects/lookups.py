@@ -174,7 +174,7 @@ _known: dict[int, _Places] = {}
 
 
 def places_of(code: types.CodeType) -> _Places:
-    """What is known of the instructions of a code."""
+    """The instructions of a code, as far as they are known."""
     found = _known.get(id(code))
     if found is None:
         if len(_known) >= _MOST_CODES:

@@ -174,7 +174,7 @@ class Trials:
 
     Attributes:
         truth: The loss and gradients in float64; None where they are not known.
-        tried: What was tried, in order.
+        tried: What was tried or left out, in order.
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
@@ -220,7 +220,7 @@ class Trials:
 
     @property
     def remedies(self) -> list[Remedy]:
-        """What was tried, in order."""
+        """Those that were tried or left out, in order."""
         return [each.remedy for each in self.tried]
 
     @property
@@ -265,8 +265,9 @@ class Trials:
 
     def leave_out(self, trial: Trial) -> None:
         """Notes a trial that the budget has no replay for."""
-        remedy = self.applied.with_trial(trial).remedy
-        self.remedies.append(replace(remedy, tried=False, why=SPENT))
+        applied = self.applied.with_trial(trial)
+        remedy = replace(applied.remedy, tried=False, why=SPENT)
+        self.tried.append(Tried(applied.patches, remedy))
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
