@@ -31,7 +31,7 @@ class Padding(NamedTuple):
     where: str
 
     def read(self, output: torch.Tensor) -> torch.Tensor:
-        """The values of an output at these places; all of one that has no such places."""
+        """The values of an output there; all of one that has no such places."""
         return output[self.places] if _has_places(output, self.places) else output
 
 
