@@ -14,6 +14,7 @@ from overflow_fast import _C
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "emulated_device.so"
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
+EMULATION = [*ROOT.glob("tests/cpp/cuda_emulation/*"), ROOT / "tests/cpp/fibers.h"]
 SOURCES = [ROOT / "tests/cpp/emulated_device.cpp", ROOT / "csrc/scan/variants.cpp"]
 
 
@@ -71,7 +72,7 @@ def build():
 
 def _build():
     sources = [*ROOT.glob("csrc/scan/*.h"), *ROOT.glob("csrc/scan/cuda/*")]
-    sources += [*SOURCES, *ROOT.glob("tests/cpp/cuda_emulation/*")]
+    sources += [*SOURCES, *EMULATION]
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
@@ -92,10 +93,7 @@ class EmulatedDevice:
 
     def register(self, type="cpu", own_offset=0):
         self.state.own_offset = own_offset
-        # What is known of a device, as that it has failed, is known of one type.
-        is_cpu = type == "cpu"
-        open_fresh = self.library.emulated_open_fresh
-        self._register(self.library.emulated_open if is_cpu else open_fresh, type)
+        self._register(self.library.emulated_open, type)
         _C.check_kernels(type)
         self.library.emulated_reset()
 

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import torch
+from emulation import EMULATION
 
 from overflow_fast import _C
 from overflow_fast.scanner.metal import MetalScan, source
@@ -35,7 +36,7 @@ def build():
         *ROOT.glob("overflow_fast/scanner/metal/*"),
         *ROOT.glob("tests/cpp/metal_emulation/*"),
     ]
-    sources += ROOT.glob("tests/cpp/cuda_emulation/*")
+    sources += EMULATION
     newest = max(path.stat().st_mtime for path in sources)
     if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
         compiler = shlex.split(os.environ.get("CXX", "g++"))

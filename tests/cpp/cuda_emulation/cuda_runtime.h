@@ -4,18 +4,17 @@
 // __HIP_PLATFORM_AMD__ defined, warps have 64 lanes and AMD's names, as ROCm's have.
 #pragma once
 
-#include <ucontext.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
-#include <memory>
 #include <utility>
-#include <vector>
+
+#include "../fibers.h"
 
 #define __global__
 #define __device__
@@ -38,13 +37,9 @@ namespace emulation {
 
 enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kDone };
 
-struct Fiber {
-  ucontext_t context;
-  void* resumed[5];  // of __builtin_setjmp
-  std::unique_ptr<char[]> stack;
-  State state = State::kReady;
-  bool has_begun = false;
-  unsigned num_exchanges = 0;
+struct Fiber : fiber::Fiber {
+  State state;
+  unsigned num_exchanges;
 };
 
 #if defined(__HIP_PLATFORM_AMD__)
@@ -52,63 +47,21 @@ constexpr int kWarp = 64;
 #else
 constexpr int kWarp = 32;
 #endif
-constexpr int kStackBytes = 256 * 1024;  // sanitizers need most of it
 
-inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
-inline void* scheduled[5];
+inline std::deque<Fiber> fibers;  // which moves none when there are more
 inline int current;
 inline std::function<void()> body;
 inline int vote, voted;
 inline uint64_t exchanged[2][1024 / kWarp][kWarp];  // by parity, warp and lane
 
-// swapcontext() calls the kernel of the system for the mask of signals, each time; sanitizers must
-// be told of each stack, which it does.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-constexpr bool kJumps = false;
-#else
-constexpr bool kJumps = true;
-#endif
-
-[[noreturn, gnu::noinline]] inline void jump(void** to) { __builtin_longjmp(to, 1); }
-
 inline void hand_over(State state) {
-  Fiber& fiber = fibers[current];
-  fiber.state = state;
-  if (!kJumps) {
-    swapcontext(&fiber.context, &scheduler);
-  } else if (__builtin_setjmp(fiber.resumed) == 0) {
-    jump(scheduled);
-  }
+  fibers[current].state = state;
+  fiber::hand_over();
 }
 
-// Runs a fiber until it hands over.
-[[gnu::noinline]] inline void resume(Fiber& fiber) {
-  const bool is_new = !fiber.has_begun;
-  fiber.has_begun = true;
-  if (!kJumps) {
-    swapcontext(&scheduler, &fiber.context);
-  } else if (__builtin_setjmp(scheduled) == 0) {
-    if (is_new) setcontext(&fiber.context);
-    jump(fiber.resumed);
-  }
-}
-
-inline void run_fiber() {
+inline void run_body() {
   body();
-  hand_over(State::kDone);
-}
-
-inline void start(Fiber& fiber) {
-  if (!fiber.stack) fiber.stack.reset(new char[kStackBytes]);
-  fiber.state = State::kReady;
-  fiber.has_begun = false;
-  fiber.num_exchanges = 0;
-  getcontext(&fiber.context);
-  fiber.context.uc_stack.ss_sp = fiber.stack.get();
-  fiber.context.uc_stack.ss_size = kStackBytes;
-  fiber.context.uc_link = &scheduler;
-  makecontext(&fiber.context, run_fiber, 0);
+  fibers[current].state = State::kDone;
 }
 
 inline int count(int first, int last, State state) {
@@ -130,14 +83,18 @@ inline bool release(int first, int last, State barrier) {
 
 // Runs every thread up to its next barrier, until all are done.
 inline void run_block(int num_threads) {
-  fibers.resize(num_threads);
-  for (Fiber& fiber : fibers) start(fiber);
+  if (fibers.size() < static_cast<size_t>(num_threads)) fibers.resize(num_threads);
+  for (int i = 0; i < num_threads; ++i) {
+    fibers[i].state = State::kReady;
+    fibers[i].num_exchanges = 0;
+  }
+  fiber::body = run_body;
   vote = 0;
   while (count(0, num_threads, State::kDone) < num_threads) {
     for (current = 0; current < num_threads; ++current) {
       if (fibers[current].state != State::kReady) continue;
       threadIdx.x = current;
-      resume(fibers[current]);
+      fiber::resume(fibers[current]);
     }
     bool is_released = false;
     for (int warp = 0; warp < num_threads; warp += kWarp) {
