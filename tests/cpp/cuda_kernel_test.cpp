@@ -1,10 +1,12 @@
 // The CUDA kernels against the scalar reference, without torch: on a GPU where nvcc compiles this
-// file (benchmarks/gpu_check.py), in the emulation where g++ does. Prints PASS or the first
-// mismatch. `few` checks a part: for slow tools around it.
+// file (benchmarks/gpu_check.py), or on the CPU, by their PTX (ptx_check.py); in the emulation where
+// g++ does. Prints PASS or the first mismatch. `few` checks a part: for slow tools around it; with
+// `share I N`, N programs share the planted values and the random lists out.
 #include <cstdio>
 #include <memory>
 
 #include "../../csrc/scan/cuda/scan_kernel.h"
+#include "../../csrc/scan/cuda/step_end_kernel.h"
 #include "device_memory.h"
 #include "planted.h"
 #include "reference.h"
@@ -14,6 +16,7 @@ namespace {
 using namespace overflow_fast;
 
 bool checks_few = false;
+int64_t share = 0, num_shares = 1;
 int64_t num_tensors = 0;
 
 struct Tensor {
@@ -151,8 +154,8 @@ void check_lists() {
   for (const int64_t count : {0, 1, 4, 5, 87, 88, 89, 983, 984, 985, 1100}) {
     if (!checks_few || count < 100) check_list(count, 100);
   }
-  const int rounds = checks_few ? 20 : device::kIsEmulated ? 100 : 400;
-  for (int round = 0; round < rounds; ++round) {
+  const int64_t rounds = checks_few ? 20 : device::kIsEmulated ? 100 : 400 / num_shares;
+  for (int64_t round = 0; round < rounds; ++round) {
     check_list(draw(1, round % 10 == 9 ? 200 : 6), round % 20 == 0 ? 60000 : 3000);
   }
 }
@@ -177,7 +180,7 @@ void check_planted(Dtype dtype) {
     if (numel == 0) continue;
     for (const int64_t place : planted_positions(info, numel)) {
       for (const uint64_t bits : planted_bits(info)) {
-        if (++turn % step != 0) continue;
+        if (++turn % step != 0 || turn % num_shares != share) continue;
         for (int64_t i = 0; i < static_cast<int64_t>(offsets.size()); ++i) {
           if (step != 1 && i != turn / step % 5) continue;
           auto tensor =
@@ -208,6 +211,69 @@ void check_ends(Dtype dtype) {
   reference(tensor.view, 0, tensor.first, expected);
   require("nans at both ends", tensor.view, scan({tensor.view}, {nullptr, 5, 1, false})[0],
           expected);
+}
+
+// Slots of which some are bad, folded into flags as their bits say, copied and reset.
+void check_step_end(int64_t count, bool has_flags, bool has_host, bool sets_flags) {
+  const int64_t stride = count + draw(0, 5);
+  std::vector<Slot> slots(count), host(count);
+  std::vector<int64_t> bits(kNumFlags * stride);
+  float flags[kNumFlags], expected[kNumFlags];
+  for (Slot& slot : slots) {
+    slot = {generator(), generator(), draw(0, 9) == 0 ? uint64_t{1} : 0,
+            draw(0, 9) == 0 ? static_cast<uint64_t>(draw(0, 40)) : 0};
+  }
+  for (int64_t& each : bits) each = draw(0, 2) == 0 ? draw(0, 7) : 0;
+  for (int flag = 0; flag < kNumFlags; ++flag) {
+    flags[flag] = expected[flag] = static_cast<float>(draw(0, 1));
+    bool is_up = false;
+    for (int64_t i = 0; i < count; ++i) {
+      is_up |= (slots[i].nonfinite_kinds() & bits[flag * stride + i]) != 0;
+    }
+    if (has_flags && (is_up || sets_flags)) expected[flag] = is_up ? 1.0f : 0.0f;
+  }
+  const auto slot_bytes = static_cast<int64_t>(count * sizeof(Slot));
+  const auto bits_bytes = static_cast<int64_t>(bits.size() * sizeof(int64_t));
+  uint64_t epoch = 0;
+  constexpr uint64_t kNumber = 0x123456789a;
+  char* const memory[] = {device::allocate(slot_bytes), device::allocate(slot_bytes),
+                          device::allocate(bits_bytes), device::allocate(sizeof flags),
+                          device::allocate(sizeof epoch)};
+  device::write(memory[0], slots.data(), slot_bytes);
+  device::write(memory[2], bits.data(), bits_bytes);
+  device::write(memory[3], flags, sizeof flags);
+  device::write(memory[4], &epoch, sizeof epoch);
+  SlotsEnd end{};
+  end.slots = reinterpret_cast<Slot*>(memory[0]);
+  end.count = count;
+  end.flag_bits = has_flags ? reinterpret_cast<int64_t*>(memory[2]) : nullptr;
+  end.flag_stride = stride;
+  end.flags = reinterpret_cast<float*>(memory[3]);
+  end.sets_flags = sets_flags;
+  end.host = has_host ? reinterpret_cast<Slot*>(memory[1]) : nullptr;
+  end.epoch = has_host ? reinterpret_cast<uint64_t*>(memory[4]) : nullptr;
+  end.number = kNumber;
+  device::check(cuda::launch_step_end(end, nullptr), "the launch");
+  std::vector<Slot> reset(count);
+  device::read(reset.data(), memory[0], slot_bytes);
+  device::read(host.data(), memory[1], slot_bytes);
+  device::read(flags, memory[3], sizeof flags);
+  device::read(&epoch, memory[4], sizeof epoch);
+  for (char* each : memory) device::release(each);
+  bool is_right = epoch == (has_host ? kNumber : 0);
+  for (int64_t i = 0; i < count; ++i) {
+    is_right &= same(reset[i], Slot{}) && (!has_host || same(host[i], slots[i]));
+  }
+  for (int flag = 0; flag < kNumFlags; ++flag) is_right &= flags[flag] == expected[flag];
+  if (is_right) return;
+  std::printf("FAIL: the end of a step of %lld slots\n", static_cast<long long>(count));
+  std::exit(1);
+}
+
+void check_step_ends() {
+  for (const int64_t count : {1, 31, 32, 33, 500, 1023, 1024, 1025, 4096}) {
+    for (int ways = 0; ways < 8; ++ways) check_step_end(count, ways & 1, ways & 2, ways & 4);
+  }
 }
 
 // More elements than 32 bits count, with nans at the end and where 32 bits overflow.
@@ -318,6 +384,10 @@ void check_divisions() {
 
 int main(int argc, char** argv) {
   checks_few = argc > 1 && std::strcmp(argv[1], "few") == 0;
+  if (argc > 3 && std::strcmp(argv[1], "share") == 0) {
+    share = std::atoi(argv[2]);
+    num_shares = std::atoi(argv[3]);
+  }
   char device_name[300];
   device::describe(device_name, sizeof device_name);
   std::printf("%s\n", device_name);
@@ -325,6 +395,7 @@ int main(int argc, char** argv) {
   check_launches();
   check_divisions();
   check_mixed();
+  check_step_ends();
   for (const DtypeInfo& info : kDtypes) {
     if (info.first_nan != kNoKey && !info.is_complex()) check_ends(info.dtype);
     check_planted(info.dtype);
