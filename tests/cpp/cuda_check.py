@@ -3,6 +3,8 @@
 Prints each kernel's registers, spills and stack frame per architecture, and fails where
 one is larger than in tests/support/cuda_kernels.txt, which `--write` renews. Other
 releases of nvcc than the one that it names may need more or less: nothing is compared.
+Then runs the PTX on the CPU (ptx_check.py), of each architecture in a share of the
+test; with `--whole` in all of it, which takes three times as long.
 """
 
 import re
@@ -14,13 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests/cpp")]
 
+import ptx_check  # noqa: E402
 from facts import find_nvcc  # noqa: E402
 
 KERNELS = sorted((ROOT / "csrc/scan/cuda").glob("*.cu"))
 WITH_TORCH = ROOT / "csrc/scan/cuda/cuda_device.cpp"
 OF_BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.cu"))
+VERBOSE = ("-O3", "-Xptxas", "-v")
 # Those of benchmarks need only compile: optimized, one of them takes 40 s.
 UNOPTIMIZED = ("-O0", "-Xcicc", "-O0", "-Xptxas", "-O0")
 TABLE = ROOT / "tests/support/cuda_kernels.txt"
@@ -38,16 +42,29 @@ def architectures(nvcc):
     ]
 
 
-def compile_kernels(nvcc, source, arch, folder, flags=("-O3", "-Xptxas", "-v")):
-    """Compiles for one architecture and returns what ptxas says."""
-    output = Path(folder) / f"{source.stem}.{arch}.o"
-    target = f"arch=compute_{arch},code=[sm_{arch},compute_{arch}]"
+def compile_kernels(nvcc, source, arch, folder, flags=VERBOSE, code=""):
+    """Compiles for one architecture and returns what ptxas says.
+
+    Object and PTX lie in a folder of their own: see `unit`. Code is of the architecture
+    and PTX, if not named.
+    """
+    output, ptx = unit(source, arch, folder)
+    ptx.parent.mkdir()
+    code = code or f"[sm_{arch},compute_{arch}]"
+    target = f"arch=compute_{arch},code={code}"
     flags = ["-std=c++20", "-Werror", "all-warnings", *flags, "-gencode", target]
-    command = [nvcc, *flags, "-c", source, "-o", output]
+    keep = ["--keep", "--keep-dir", ptx.parent]
+    command = [nvcc, *flags, *keep, "-c", source, "-o", output]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
     return done.stderr
+
+
+def unit(source, arch, folder):
+    """The paths of a source's object and of its PTX."""
+    own = Path(folder) / f"{source.stem}.{arch}"
+    return own / f"{source.stem}.o", own / f"{source.stem}.ptx"
 
 
 def compile_with_torch(nvcc, folder):
@@ -119,7 +136,7 @@ def write(rows, release):
 def main():
     nvcc = find_nvcc()
     if nvcc is None:
-        print("cuda-check: no nvcc was found, the CUDA sources are not compiled")
+        print("cuda-check: no nvcc was found, the CUDA sources are not compiled or run")
         return
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         targets = architectures(nvcc)
@@ -127,6 +144,7 @@ def main():
             pool.submit(compile_kernels, nvcc, source, targets[-1], folder, UNOPTIMIZED)
             for source in OF_BENCHMARKS
         ]
+        common = pool.submit(ptx_check.compile_common, nvcc, folder)
         jobs = [(s, arch) for arch in targets for s in KERNELS]
         logs = [pool.submit(compile_kernels, nvcc, *job, folder) for job in jobs]
         compile_with_torch(nvcc, folder)
@@ -135,9 +153,15 @@ def main():
         rows = {}
         for (_, arch), log in zip(jobs, logs, strict=True):
             rows |= rows_of(arch, log.result())
+        units = {arch: [unit(s, arch, folder) for s in KERNELS] for arch in targets}
+        try:
+            ran = ptx_check.check(pool, common.result(), units, "--whole" in sys.argv)
+        except ptx_check.FailedError as error:
+            sys.exit(f"cuda-check: the kernels' PTX, on the CPU: {error}")
     for key, numbers in rows.items():
         said = zip(numbers, COLUMNS, strict=True)
         print("{:7}{:42}".format(*key), ", ".join(f"{n} {what}" for n, what in said))
+    print("\n".join(ran))
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release ([\d.]+)", said)[1]
     if "--write" in sys.argv:
