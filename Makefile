@@ -24,7 +24,7 @@ CUDA := $(wildcard csrc/scan/cuda/*)
 METAL := $(wildcard overflow_fast/scanner/metal/*.metal csrc/scan/mps/*)
 TORCH_SIDE := $(wildcard csrc/scan/*.cpp csrc/torch_internals/* csrc/record/* csrc/python/*)
 
-.PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check wheels bench lint sanitize cuda-check gpu-check mps-check engines-check clean
+.PHONY: build demo docs check check-tests test test-rest test-all test-cases test-sealed texts release-check wheels bench lint sanitize cuda-check cuda-mutants gpu-check mps-check engines-check clean
 
 # Of what is installed, Python compiles what is imported: all of it takes 90 s.
 $(VENV)/ready: pyproject.toml
@@ -162,11 +162,16 @@ sanitize: build/scan_core_address+undefined build/scan_core_thread \
 	build/wide_kernel_undefined few
 	build/metal_kernel_address+undefined
 
-# Compiles the CUDA sources for every architecture, where nvcc is found, and the kernels for
-# AMD's GPUs, where clang is; needs no GPU.
+# Compiles the CUDA sources for every architecture, where nvcc is found, and runs their PTX on
+# the CPU, each a share of the test, or with ARGS=--whole all of it; compiles the kernels for AMD's
+# GPUs, where clang is. Needs no GPU.
 cuda-check: $(VENV)/ready
-	$(RUN) tests/cpp/cuda_check.py
+	$(RUN) tests/cpp/cuda_check.py $(ARGS)
 	$(RUN) tests/cpp/hip_check.py
+
+# Kernels that are broken on purpose: their PTX fails on the CPU. Needs nvcc, and two minutes.
+cuda-mutants: $(VENV)/ready
+	$(RUN) tests/cpp/ptx_mutants.py
 
 # Tests and measures on a machine with a GPU, built for that one, with .venv or else the Python
 # that has torch there;
