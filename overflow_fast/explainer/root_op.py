@@ -29,8 +29,9 @@ from .tensor_kinds import (
 from .torch_calls import running_call
 
 _MADE_OF_NUMBERS = (
-    "the code makes this tensor of values that torch has not computed, such as NumPy's"
+    "the code makes this tensor of values that no operation of torch has computed"
 )
+_NUMBER = "it is the number {}, written by the code of this line or by torch within it"
 _GIVEN = "it is given the number {}, by the code of this line or by torch within it"
 _SINGULAR = "in {} the matrix is singular: rounding has left 0 on its diagonal"
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
@@ -97,6 +98,8 @@ def _classify(
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
         if not op.is_constant:
             found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
+        elif not made.dim():
+            found.reason = _NUMBER.format(made.item())
         return
     index = found.op.first_index
     assert index is not None

@@ -507,3 +507,20 @@ def test_a_result_that_is_wider_than_its_arguments_is_explained(name):
     given = (x, x) if isinstance(layer, nn.Bilinear) else (x,)
     found = explain(layer, given)
     assert found.cause == "range overflow" and found.op.true_value > 3.5e38
+
+
+@pytest.mark.tries_remedies
+def test_a_number_that_code_writes_is_told_as_no_more_than_that(as_kept):
+    """A condition that float64 does not meet has it written: a share of 0."""
+    weight = nn.Parameter(torch.ones(3))
+    model = Net()
+    model.weight = weight
+
+    def loss(x):
+        cost = (x * weight).softmax(-1).clone()
+        cost[cost == 0] = INF
+        return (0.0 * cost).sum()
+
+    found = explain(model, torch.tensor([[0.0, -200.0, 1.0]]), loss)
+    assert found.cause == "rounding"
+    as_kept(str(found).splitlines()[0], found.evidence)
