@@ -30,10 +30,12 @@ from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import (
     EMPTY,
-    INTERMEDIATE,
     RANGE,
     SINGULAR,
+    TOO_LARGE,
+    TOO_SMALL,
     UNDEFINED,
+    WITHIN,
     Details,
     OpCall,
     Source,
@@ -52,7 +54,9 @@ from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {
     RANGE: causes.RANGE_OVERFLOW.name,
-    INTERMEDIATE: causes.RANGE_OVERFLOW.name,
+    TOO_LARGE: causes.RANGE_OVERFLOW.name,
+    TOO_SMALL: causes.UNDERFLOW.name,
+    WITHIN: causes.ROUNDING.name,
     UNDEFINED: causes.UNDEFINED.name,
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
@@ -156,7 +160,7 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         found.reason = details.reason
         texts = [made_text(found.op, details.columns, clauses)]
         # The first line has a reason, and of an overflow the result in float64.
-        if details.part or details.why in (UNDEFINED, SINGULAR):
+        if details.part or details.why not in (RANGE, TOO_LARGE):
             texts.append(in_float64_text(found.op, details.part))
     found.evidence += filter(None, texts)
     if found.cause == causes.RANGE_OVERFLOW.name and not op.is_communication:

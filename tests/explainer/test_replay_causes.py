@@ -509,6 +509,26 @@ def test_a_result_that_is_wider_than_its_arguments_is_explained(name):
     assert found.cause == "range overflow" and found.op.true_value > 3.5e38
 
 
+@pytest.mark.parametrize(
+    ("function", "factor", "cause"),
+    [
+        (lambda x: torch.angle(torch.complex(x, x)), 1e-22, "underflow"),
+        (torch.linalg.vector_norm, 1e21, RANGE),
+    ],
+)
+def test_which_way_an_intermediate_value_has_left_the_range(function, factor, cause):
+    weight = nn.Parameter(torch.ones(4))
+    model = Net()
+    model.weight = weight
+    found = explain(
+        model, torch.full((4, 4), factor), lambda x: function(x * weight).mean()
+    )
+    first = str(found).splitlines()[0]
+    assert found.cause == cause
+    assert ("overflowed" in first) == (cause == RANGE)
+    assert ("too small for complex64" in first) == (cause == "underflow")
+
+
 @pytest.mark.tries_remedies
 def test_a_number_that_code_writes_is_told_as_no_more_than_that(as_kept):
     """A condition that float64 does not meet has it written: a share of 0."""
