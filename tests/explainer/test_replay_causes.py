@@ -509,6 +509,19 @@ def test_a_result_that_is_wider_than_its_arguments_is_explained(name):
     assert found.cause == "range overflow" and found.op.true_value > 3.5e38
 
 
+def test_what_is_undefined_in_the_forward_too_is_no_singular_gradient():
+    model = Net()
+
+    def loss(x):
+        power = (model(x) - 9.0) ** 1.2  # which is nan: only its derivative is used
+        (slope,) = torch.autograd.grad(power.sum(), model.last.bias, create_graph=True)
+        return slope.mean()
+
+    found = explain(model, data(), loss)
+    assert (found.cause, found.op.name) == (UNDEFINED, "aten.pow.Tensor_Scalar")
+    assert str(found).startswith("(-")
+
+
 @pytest.mark.parametrize(
     ("function", "factor", "cause"),
     [
