@@ -170,6 +170,8 @@ void bind_recorder(py::module_& m) {
       .def("last_peak", &last_peak)
       .def_property_readonly("largest_gradient",
                              [](Recorder& self) { return self.headroom().largest_gradient(); })
+      .def_property_readonly("num_zero_gradients",
+                             [](Recorder& self) { return self.headroom().num_zero_gradients(); })
       .def_readwrite("seconds", &Recorder::seconds)
       .def("end_step", &Recorder::end_step)
       .def("begin_batch", &Recorder::begin_batch)

@@ -90,10 +90,13 @@ class Headroom {
     least_.reset();
     is_spent_ = false;
     largest_gradient_ = 0;
+    num_zero_gradients_ = 0;
     low_.clear();
   }
   // The largest finite magnitude of the gradients of parameters in this step; 0 if there were none.
   double largest_gradient() const { return largest_gradient_; }
+  // How many gradients of parameters were 0 throughout in this step.
+  int64_t num_zero_gradients() const { return num_zero_gradients_; }
   // True if something other than a gradient was not finite in this step.
   bool is_spent() const { return is_spent_; }
   // The finite peak of the step that has the fewest bits left.
@@ -121,6 +124,7 @@ class Headroom {
     if (peak.place.kind == FrameKind::kGradients) {
       const double magnitude = decode_key(dtype_info(peak.dtype), peak.max_key);
       largest_gradient_ = std::max(largest_gradient_, magnitude);
+      num_zero_gradients_ += magnitude == 0;
     }
     // A value that equals the limit was set on purpose, such as finfo.min in a mask.
     if (peak.max_key != peak.limit()) {
@@ -153,6 +157,7 @@ class Headroom {
   bool is_spent_ = false;
   double low_bits_ = -1;
   double largest_gradient_ = 0;
+  int64_t num_zero_gradients_ = 0;
   std::optional<Peak> least_;
   std::vector<Place> low_;
   std::unordered_set<Place, PlaceHash> to_count_;

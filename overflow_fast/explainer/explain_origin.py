@@ -30,10 +30,12 @@ from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import (
     EMPTY,
-    INTERMEDIATE,
     RANGE,
     SINGULAR,
+    TOO_LARGE,
+    TOO_SMALL,
     UNDEFINED,
+    WITHIN,
     Details,
     OpCall,
     Source,
@@ -52,7 +54,9 @@ from .users_lines import op_at, place_text, programs_line
 
 _CAUSES = {
     RANGE: causes.RANGE_OVERFLOW.name,
-    INTERMEDIATE: causes.RANGE_OVERFLOW.name,
+    TOO_LARGE: causes.RANGE_OVERFLOW.name,
+    TOO_SMALL: causes.UNDERFLOW.name,
+    WITHIN: causes.ROUNDING.name,
     UNDEFINED: causes.UNDEFINED.name,
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
@@ -152,11 +156,14 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
     elif details is None:
         found.notes.append(notes.NOT_COMPUTED)
     else:
-        found.cause = _cause_of(details, is_backward and not op.in_hook)
+        # A forward that is not defined there, either, has no gradient that could be.
+        is_singular = is_backward and not op.in_hook
+        is_singular &= in_gradients or named is op or not _is_undefined(named)
+        found.cause = _cause_of(details, is_singular)
         found.reason = details.reason
         texts = [made_text(found.op, details.columns, clauses)]
         # The first line has a reason, and of an overflow the result in float64.
-        if details.part or details.why in (UNDEFINED, SINGULAR):
+        if details.part or details.why not in (RANGE, TOO_LARGE):
             texts.append(in_float64_text(found.op, details.part))
     found.evidence += filter(None, texts)
     if found.cause == causes.RANGE_OVERFLOW.name and not op.is_communication:
@@ -228,9 +235,20 @@ def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
     return Explanation("forward", causes.MASK.name, first.module or "", op=op)
 
 
-def _cause_of(details: Details, is_backward: bool) -> str:
+def _is_undefined(op: OpCall) -> bool:
+    details = op.details
+    return op.makes_bad and details is not None and details.why == UNDEFINED
+
+
+def _cause_of(details: Details, is_singular: bool) -> str:
+    """The name of a cause.
+
+    Args:
+        details: What is known of the operation.
+        is_singular: Whether it is a singular gradient where it is undefined.
+    """
     cause = _CAUSES.get(details.why, causes.UNKNOWN.name)
-    if is_backward and cause == causes.UNDEFINED.name:
+    if is_singular and cause == causes.UNDEFINED.name:
         return causes.SINGULAR_GRADIENT.name
     return cause
 

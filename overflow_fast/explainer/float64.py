@@ -68,6 +68,22 @@ def computed(
     return func(*args, **kwargs)
 
 
+def with_inputs_times(op: OpCall, factor: float) -> Any:
+    """Runs an operation in its own dtype with its inputs times a number.
+
+    Returns:
+        Its output.
+    """
+    require_repeatable(op.func, op.args, op.kwargs)
+
+    def scaled(tensor: torch.Tensor) -> torch.Tensor:
+        value = as_plain(op.before(tensor)).detach()
+        return value * factor if is_float(value) else value.clone()
+
+    args, kwargs = mapped((op.args, op.kwargs), scaled, kinds=(torch.Tensor,))
+    return op.func(*args, **kwargs)
+
+
 def require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
     """Raises NotImplementedError for an operation that may do otherwise again."""
     if not str(func).startswith(("aten.", "prims.")):

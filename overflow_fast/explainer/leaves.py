@@ -35,6 +35,7 @@ class Leaf:
         look: Returns what the program holds there now; None for the other kinds.
         is_read: Whether an operation has read non-finite values of it.
         is_written: Whether the replay has written to it; known where `look` is.
+        is_usual: Whether it held such values in the last clean step, too.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class Leaf:
     look: Callable[[], Any] | None = None
     is_read: bool = False
     is_written: bool = False
+    is_usual: bool = False
 
     @functools.cached_property
     def is_mask(self) -> bool:

@@ -34,8 +34,11 @@ from .tensor_kinds import Index, is_float
 from .torch_calls import TorchCall
 from .users_lines import Sites, place_text
 
-RANGE, INTERMEDIATE, UNDEFINED = "range", "intermediate", "undefined"
-EMPTY, SINGULAR, NOT_TRIED = "empty", "singular", ""
+RANGE, UNDEFINED, EMPTY, SINGULAR = "range", "undefined", "empty", "singular"
+# Its result is within the range, and an intermediate value was too large, too small, or
+# lost in a way that is not known.
+TOO_LARGE, TOO_SMALL, WITHIN = "too large", "too small", "within"
+NOT_TRIED = ""
 
 
 @dataclass
@@ -44,7 +47,8 @@ class Details:
 
     Attributes:
         op: What it was given and returned, without the line that called it.
-        why: RANGE, INTERMEDIATE, UNDEFINED, EMPTY, SINGULAR or NOT_TRIED.
+        why: RANGE, UNDEFINED, EMPTY, SINGULAR, TOO_LARGE, TOO_SMALL, WITHIN or
+            NOT_TRIED.
         reason: In a sentence.
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
@@ -66,7 +70,8 @@ class Details:
     @property
     def is_overflow(self) -> bool:
         """True if its true result is a finite number."""
-        return self.why in (RANGE, INTERMEDIATE) and self.op.true_value is not None
+        is_finite = self.why in (RANGE, TOO_LARGE, TOO_SMALL, WITHIN)
+        return is_finite and self.op.true_value is not None
 
 
 # Whatever they return or write to comes from other ranks, and may not be there yet.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
 from .tape import Tape
-from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, kinds_of
 from .torch_calls import TorchCall, running_call
 
 # Limits of time and memory. The failures of benchmarks/answers need no more than 6
@@ -110,6 +110,19 @@ class OpTable(OpObserver):
         for leaf in leaves:
             leaf.is_read = True
         return list(leaves)
+
+    def usual_of(self, batch: Mapping[str, torch.Tensor]) -> list[Leaf]:
+        """The bad tensors of the batch that were bad in the last clean step, too.
+
+        Args:
+            batch: The tensors of that step, by their names.
+        """
+        known = [leaf for leaf in self._given if leaf.is_read and leaf.name in batch]
+        for leaf in known:
+            assert leaf.tensor is not None
+            now, then = kinds_of(leaf.tensor), kinds_of(batch[leaf.name])
+            leaf.is_usual = leaf.kind == "batch" and not now & ~then
+        return [leaf for leaf in known if leaf.is_usual]
 
     def _is_bad(self, leaf: Leaf) -> bool:
         return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..base.text import dtype_name
+from ..base.text import dtype_name, error_line
 from ..base.tree import path_text, tensors
 from ..guard.report import notes
 from ..guard.report.causes import (
@@ -21,11 +21,12 @@ from ..guard.report.causes import (
 )
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import REPLACED
+from ..guard.report.gist import plain_number
 from ..guard.report.remedy import Remedy
 from ..guard.verdict.optimizer_settings import nonfinite_in
 from .bad_step import BadStep
 from .named_tensors import state_by_name
-from .op_call import OpCall
+from .op_call import RANGE, OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .optimizer_twin import OptimizerTwin, group_of
@@ -41,6 +42,7 @@ _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
 )
+_NOT_AGAIN = "The step could not be made again on a copy of its optimizer ({})."
 _PUT = (
     "{} is another parameter than in the optimizer's last step{}: code outside of it "
     "has put this one there since, which holds {}"
@@ -80,7 +82,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
             group = {**now, **step.last_steps.settings(optimizer, place)}
-            made = _made_again(optimizer, place, group, parameter, found)
+            made = _made_again(_Again(optimizer, group, parameter), place, found)
             times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
             if made is None:
@@ -89,8 +91,75 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
     return found
 
 
+def explain_seen_update(
+    optimizer: Any,
+    parameter: torch.Tensor,
+    found: Explanation,
+    held: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Explanation:
+    """Explains a weight that a step, which has just been made, has made non-finite.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: The weight.
+        found: What is said of it so far.
+        held: Returns what a tensor held before the step; None if that is not known.
+    """
+    place = group_of(optimizer, parameter)
+    if place is None or parameter.grad is None:
+        return found
+    group = dict(optimizer.param_groups[place])
+    again = _Again(optimizer, group, parameter, parameter.grad, held)
+    try:
+        return _made_again(again, place, found) or found
+    except Exception as error:
+        found.notes.append(_NOT_AGAIN.format(error_line(error, 80)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Again:
+    """An optimizer's step, made again on copies.
+
+    Attributes:
+        optimizer: The optimizer.
+        group: The settings of its step, for the parameter.
+        parameter: The parameter.
+        gradient: Its gradient in that step; None where it is gone: 0 is in its place.
+        held: Returns what a tensor held before the step; None if that is not known.
+    """
+
+    optimizer: Any
+    group: dict[str, Any]
+    parameter: torch.Tensor
+    gradient: torch.Tensor | None = None
+    held: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None
+
+    @property
+    def given(self) -> str:
+        """The gradients that it is given, in words."""
+        return "gradients of 0" if self.gradient is None else "the same gradients"
+
+    def made(self, dtype: torch.dtype | None = None, **changed: Any) -> OptimizerTwin:
+        """A twin that is about to step: in a dtype, with some settings changed."""
+        return OptimizerTwin(
+            *(self.optimizer, {**self.group, **changed}, self.parameter),
+            *(dtype or self.parameter.dtype, self.gradient, self.held),
+        )
+
+    def is_finite(self, **changed: Any) -> bool:
+        """True if the weight is finite after the step."""
+        twin = self.made(**changed)
+        twin.step()
+        return bool(twin.parameter.isfinite().all())
+
+
 def _by_settings(
-    optimizer: Any, place: int, wrong: Mapping[str, float], found: Explanation
+    optimizer: Any,
+    place: int,
+    wrong: Mapping[str, float],
+    given: str,
+    found: Explanation,
 ) -> Explanation:
     """The explanation where a nan or inf among its settings made the step's result.
 
@@ -98,6 +167,7 @@ def _by_settings(
         optimizer: The optimizer.
         place: The place of the parameter's group.
         wrong: The settings of its last step that are not finite, by name.
+        given: What the step is made again with, in words.
         found: What is said of the parameter so far.
     """
     now = optimizer.param_groups[place]
@@ -108,7 +178,7 @@ def _by_settings(
         if "[" not in name and not nonfinite_in({name: now[name]})
     ]
     text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
-    made = "that step made again with gradients of 0 is non-finite as well"
+    made = f"that step made again with {given} is non-finite as well"
     made = f"{made}; {', '.join(since)}" if since else made
     found = replace(found, phase="optimizer", cause=BAD_SETTING.name)
     return replace(found, evidence=[text, made])
@@ -124,23 +194,16 @@ def _number(value: Any) -> str:
     return f"{value:g}" if is_number else str(value)
 
 
-def _made_again(
-    optimizer: Any,
-    place: int,
-    group: dict[str, Any],
-    parameter: torch.Tensor,
-    found: Explanation,
-) -> Explanation | None:
+def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | None:
     """The explanation if the same elements become non-finite again.
 
     Args:
-        optimizer: The optimizer.
+        again: The step.
         place: The place of the parameter's group.
-        group: The settings of its last step.
-        parameter: The parameter.
-        found: What is said of it so far.
+        found: What is said of the parameter so far.
     """
-    twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
+    optimizer, group, parameter = again.optimizer, again.group, again.parameter
+    twin = again.made()
     table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
@@ -149,24 +212,26 @@ def _made_again(
         return None
     wrong = nonfinite_in(group)
     if wrong:
-        return _by_settings(optimizer, place, wrong, found)
+        return _by_settings(optimizer, place, wrong, again.given, found)
     root_op = trace_back(table.sources(twin.parameter))
     made = None if root_op is None else root_op.source
     if not isinstance(made, OpCall):
         return None
-    wide = OptimizerTwin(optimizer, group, parameter, torch.float64)
+    wide = again.made(torch.float64)
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
+    beyond = _beyond(made)  # the step's own code may cast to a narrow dtype
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
     found = replace(
         found,
         phase="optimizer",
-        cause=RANGE_OVERFLOW.name if is_finite else UNDEFINED.name,
+        cause=RANGE_OVERFLOW.name if is_finite or beyond else UNDEFINED.name,
         module="",
         op=op_at(made.name, made.sites, made.details.op if made.details else None),
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
+    width = beyond or width
     eps, own = "", group.get("eps")
     if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
         eps = f"eps={own:g} is 0 in {dtype}" * is_finite
@@ -174,32 +239,31 @@ def _made_again(
             found.cause, width = UNDERFLOW.name, f"in float64 it is finite: {eps}"
         other = _EPS.get(parameter.dtype, 1e-8)
         remedy = Remedy(
-            f"use eps={other:g} instead of {own:g} (with gradients of 0)",
+            f"use eps={other:g} instead of {own:g} (with {again.given})",
             f"{type(optimizer).__name__}(..., eps={other:g})",
-            is_finite=_is_finite_again(optimizer, {**group, "eps": other}, parameter),
+            is_finite=again.is_finite(eps=other),
         )
         found.remedies = [remedy]
     found.remedies += update_remedies(
-        *(made, calls.calls, found),
-        lambda: _is_finite_again(optimizer, group, parameter),
+        made, calls.calls, found, again.given, again.is_finite
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
     found.reason = eps or width
     values = f"{num} of these {most} values" if most > 1 else "that value"
     found.evidence.append(
-        f"the step made again with gradients of 0 makes {values} non-finite; "
+        f"the step made again with {again.given} makes {values} non-finite; "
         f"{width or 'in float64 as well'}"
     )
     return found
 
 
-def _is_finite_again(
-    optimizer: Any, group: dict[str, Any], parameter: torch.Tensor
-) -> bool:
-    """True if the weight is finite after the step is made again."""
-    twin = OptimizerTwin(optimizer, group, parameter, parameter.dtype)
-    twin.step()
-    return bool(twin.parameter.isfinite().all())
+def _beyond(op: OpCall) -> str:
+    """The result of an operation that is beyond its dtype, or ""."""
+    details = op.details
+    if details is None or details.why != RANGE or details.op.true_value is None:
+        return ""
+    value, made = plain_number(details.op.true_value), details.op.outputs[0]
+    return f"{value} is beyond {made.dtype}'s maximum {details.op.limit:.5g}"
 
 
 def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class OptimizerTwin:
         parameter: The parameter; values that are not finite are 0 in the copy.
         dtype: The dtype of the copies.
         gradient: The gradient to step with; None for 0.
+        held: Returns what a tensor held before a step that is to be made again; None
+            where that is not known.
 
     Attributes:
         parameter: The copy.
@@ -41,17 +44,22 @@ class OptimizerTwin:
         parameter: torch.Tensor,
         dtype: torch.dtype,
         gradient: torch.Tensor | None = None,
+        held: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None,
     ) -> None:
-        value = parameter.detach().to(dtype, copy=True)
+        before = held(parameter)
+        value = (parameter.detach() if before is None else before).to(dtype, copy=True)
         value[~value.isfinite()] = 0
         self.parameter = nn.Parameter(value)
-        own = torch.zeros_like(value) if gradient is None else gradient.clone()
-        self.parameter.grad = own
+        given = torch.zeros_like(value) if gradient is None else gradient
+        self.parameter.grad = given.to(dtype, copy=True)
         self._optimizer = copy.copy(optimizer)
-        state = {
-            key: _copied(each, parameter.dtype, dtype)
-            for key, each in optimizer.state.get(parameter, {}).items()
-        }
+        kept = dict(optimizer.state.get(parameter, {}))
+        if before is not None:
+            # State of which nothing is held was made in that step.
+            old = {key: held(each) for key, each in kept.items() if _is_tensor(each)}
+            known = {key: each for key, each in old.items() if each is not None}
+            kept = {**kept, **known} if known or not old else {}
+        state = {k: _copied(v, parameter.dtype, dtype) for k, v in kept.items()}
         settings = {key: each for key, each in group.items() if key != "params"}
         self._optimizer.param_groups = [{**settings, "params": [self.parameter]}]
         self._optimizer.state = defaultdict(dict, {self.parameter: state})
@@ -67,6 +75,10 @@ class OptimizerTwin:
         step: Any = type(self._optimizer).step
         with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
             getattr(step, "__wrapped__", step)(self._optimizer)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:

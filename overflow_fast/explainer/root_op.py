@@ -13,9 +13,19 @@ from ..base.torch_ops import has, op_of
 from ..base.tree import tensors_in
 from ..guard.report.op import Op
 from .domain import outside_of_domain, value_at
-from .float64 import in_float64
+from .float64 import in_float64, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
-from .op_call import EMPTY, INTERMEDIATE, RANGE, SINGULAR, UNDEFINED, Details, OpCall
+from .op_call import (
+    EMPTY,
+    RANGE,
+    SINGULAR,
+    TOO_LARGE,
+    TOO_SMALL,
+    UNDEFINED,
+    WITHIN,
+    Details,
+    OpCall,
+)
 from .op_part import is_large, part_of
 from .tensor_kinds import (
     NAN,
@@ -29,10 +39,16 @@ from .tensor_kinds import (
 from .torch_calls import running_call
 
 _MADE_OF_NUMBERS = (
-    "the code makes this tensor of values that torch has not computed, such as NumPy's"
+    "the code makes this tensor of values that no operation of torch has computed"
 )
+_NUMBER = "it is the number {}, written by the code of this line or by torch within it"
 _GIVEN = "it is given the number {}, by the code of this line or by torch within it"
 _SINGULAR = "in {} the matrix is singular: rounding has left 0 on its diagonal"
+_SMALL = (
+    "an intermediate value is too small for {}: with inputs {:.3g} times as large the "
+    "result is finite"
+)
+_WITHIN = "an intermediate value is not finite in {}"
 _BY_NOTHING = "it divides by a sum that is 0, such as how many elements a mask selects"
 _NO_LABELS = "the batch is empty: there is no label, and nothing to average"
 _NO_LABEL_COUNTS = (
@@ -97,6 +113,8 @@ def _classify(
         found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
         if not op.is_constant:
             found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
+        elif not made.dim():
+            found.reason = _NUMBER.format(made.item())
         return
     index = found.op.first_index
     assert index is not None
@@ -130,11 +148,16 @@ def _compare(
     finite = values[values.isfinite()]
     if math.isfinite(first) or (found.has_bad_inputs and finite.numel()):
         found.op.true_value = float(finite[finite.abs().argmax()])
-        is_beyond = abs(found.op.true_value) > found.op.limit
-        within = SINGULAR if _divides_by_pivots(op, found) else INTERMEDIATE
-        found.why = RANGE if is_beyond else within
-        if found.why == SINGULAR:
-            found.reason = _SINGULAR.format(found.op.outputs[0].dtype)
+        dtype = found.op.outputs[0].dtype
+        if abs(found.op.true_value) > found.op.limit:
+            found.why = RANGE
+        elif _divides_by_pivots(op, found):
+            found.why, found.reason = SINGULAR, _SINGULAR.format(dtype)
+        else:
+            found.why, factor = _lost_within(op, bad, reference)
+            if found.why != TOO_LARGE:  # else the first line has its size
+                text = _SMALL if factor else _WITHIN
+                found.reason = text.format(dtype, factor)
     elif has(op.base, "nan_of_overflow") and not found.has_bad_inputs:
         found.why, found.op.true_value = RANGE, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
@@ -143,6 +166,35 @@ def _compare(
     else:
         found.why = UNDEFINED
         found.op.true_value = first
+
+
+def _lost_within(
+    op: OpCall, bad: torch.Tensor, reference: torch.Tensor
+) -> tuple[str, float]:
+    """Finds out which way an intermediate value has left the range of its dtype.
+
+    The operation is run with larger inputs, and with smaller ones.
+
+    Returns:
+        TOO_SMALL with the factor at which its result is finite, TOO_LARGE or WITHIN.
+    """
+    is_lost = ~widened(bad).isfinite() & widened(reference).isfinite()
+    exponent = int(math.log2(torch.finfo(bad.dtype).max)) + 1
+    for power in (exponent // 8, exponent // 4, exponent // 2):
+        larger = _is_finite_times(op, bad, is_lost, 2.0**power)
+        if larger != _is_finite_times(op, bad, is_lost, 2.0**-power):
+            return (TOO_SMALL, 2.0**power) if larger else (TOO_LARGE, 0.0)
+    return WITHIN, 0.0
+
+
+def _is_finite_times(
+    op: OpCall, bad: torch.Tensor, places: torch.Tensor, factor: float
+) -> bool:
+    """True if the result is finite at some places with inputs times a number."""
+    own = [t for t in tensors_in(op.output) if is_float(t)]
+    found = [t for t in tensors_in(with_inputs_times(op, factor)) if is_float(t)]
+    made = [new for old, new in zip(own, found, strict=True) if old is bad]
+    return bool(made) and bool(widened(made[0])[places].isfinite().all())
 
 
 def _divides_by_pivots(op: OpCall, found: Details) -> bool:

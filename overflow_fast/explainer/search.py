@@ -40,6 +40,7 @@ from .spent_time import SpentTime
 from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
+_USUAL = "`{}` held non-finite values in the last clean step, too"
 _SMALLER = "with weights as large as before it is finite"
 # How well a rank can say where bad values began, by what it found.
 _NOTHING, _FROM_OTHERS, _FROM_OUTSIDE, _HELD, _IN_BACKWARD, _IN_FORWARD = range(6)
@@ -241,9 +242,10 @@ class Search:
         if traced.error is not None:
             is_leader = self._ranks.is_leader
             return failed(traced.error) if is_leader else self._follow()
-        root_op, failure = None, None
+        root_op, failure, usual = None, None, list[str]()
         within = self.step.module if self.is_seen_in_call else None
         try:
+            usual = self._usual_batch(traced, self.replayer.calls[place])
             root_op = traced.root_op(self.step.models, within)
         except Exception as error:  # the others wait for this rank's claim
             failure = error.with_traceback(None)
@@ -260,6 +262,7 @@ class Search:
             assert found is not None  # the last question has an answer
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])
+        found.evidence += usual
         self._find_lost_value(found, root_op)
         is_outside = traced.has_mask and not self.replayer.returns_loss
         if is_outside and traced.bad_gradients and found.op and not found.op.file:
@@ -287,6 +290,14 @@ class Search:
             self._ranks.is_broken = True
             found.notes.append(str(error))
         return found
+
+    def _usual_batch(self, traced: ReplayResult, call: Call) -> list[str]:
+        """Notes which bad tensors of the batch were so in the last clean step, too."""
+        clean, table = with_clean_batch(call, self.step.clean), traced.table
+        if clean is None or table is None:
+            return []
+        usual = table.usual_of(dict(clean.leaves()))
+        return [_USUAL.format(leaf.name) for leaf in usual]
 
     def explain_origin(self, root_op: RootOp, call: Call) -> Explanation:
         """Explains where the bad values of the traced replay began."""

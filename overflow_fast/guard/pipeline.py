@@ -248,7 +248,9 @@ class Pipeline:
         return not self._lagged.holds(hook) and self._doubts.may_overflow(hook)
 
     @measured
-    def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
+    def skips_update(
+        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
+    ) -> bool:
         """Judges what a step has made of weights and state; True undoes it.
 
         Ranks that decide together all call it: each of them has doubted the step, or
@@ -258,20 +260,20 @@ class Pipeline:
             NonFiniteError: If the policy is to raise. The caller undoes it then, too.
         """
         try:
-            return self._judge_update(hook, was_finite)
+            return self._judge_update(hook, kept)
         except Exception as error:
             self._end_raised(hook, error)
             raise
 
     def _judge_update(
-        self, hook: OptimizerHook, was_finite: Callable[[], bool]
+        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
     ) -> bool:
         unit = self.collector.begun(UPDATE, hook)
         try:
             try:
                 if hook.optimizer is not None:
                     seen_by = self.collector, self.judge
-                    see_update(unit, *seen_by, hook.optimizer, was_finite)
+                    see_update(unit, *seen_by, hook.optimizer, kept)
             except Exception as error:
                 if not self.agreement.is_needed:
                     raise

@@ -12,6 +12,7 @@ from torch import nn
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.kept_calls import kept_call
 
+NAN = float("nan")
 CLEAN, BAD = 10.0, 100.0  # exp of twice the first is finite, and above exp(20)
 
 
@@ -327,3 +328,27 @@ def test_the_batch_of_a_skipped_step_is_none_of_them():
     assert len(found) == 2
     for report in found:
         assert measured([e for e in report.explanation.remedies if not e.is_of_data])
+
+
+def mean_beside_nan(model, rewards):
+    """Leaves nan out, and divides by 0 where one value is left."""
+    count = (~rewards.isnan()).sum()
+    spread = (rewards - rewards.nanmean()) * (count / (count - 1))
+    return (model.weight.sum() * torch.where(rewards.isnan(), 0.0, spread)).mean()
+
+
+@pytest.mark.parametrize("is_usual", [True, False])
+def test_nan_that_the_last_clean_batch_had_is_no_origin(is_usual):
+    model = Exp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    first = NAN if is_usual else 0.0
+    batches = [torch.tensor(each) for each in ([1, first, 2.0], [1, NAN, NAN])]
+    with OverflowGuard(model, optimizer, explain=True) as guard:
+        with pytest.raises(NonFiniteError) as error:
+            for rewards in batches:
+                guard.run(lambda x=rewards: mean_beside_nan(model, x)).backward()
+                optimizer.step()
+    found = error.value.report.explanation
+    told = [each for each in found.evidence if "in the last clean step, too" in each]
+    assert found.cause == ("undefined" if is_usual else "bad data")
+    assert told == ["`x` held non-finite values in the last clean step, too"] * is_usual

@@ -507,3 +507,53 @@ def test_a_result_that_is_wider_than_its_arguments_is_explained(name):
     given = (x, x) if isinstance(layer, nn.Bilinear) else (x,)
     found = explain(layer, given)
     assert found.cause == "range overflow" and found.op.true_value > 3.5e38
+
+
+def test_what_is_undefined_in_the_forward_too_is_no_singular_gradient():
+    model = Net()
+
+    def loss(x):
+        power = (model(x) - 9.0) ** 1.2  # which is nan: only its derivative is used
+        (slope,) = torch.autograd.grad(power.sum(), model.last.bias, create_graph=True)
+        return slope.mean()
+
+    found = explain(model, data(), loss)
+    assert (found.cause, found.op.name) == (UNDEFINED, "aten.pow.Tensor_Scalar")
+    assert str(found).startswith("(-")
+
+
+@pytest.mark.parametrize(
+    ("function", "factor", "cause"),
+    [
+        (lambda x: torch.angle(torch.complex(x, x)), 1e-22, "underflow"),
+        (torch.linalg.vector_norm, 1e21, RANGE),
+    ],
+)
+def test_which_way_an_intermediate_value_has_left_the_range(function, factor, cause):
+    weight = nn.Parameter(torch.ones(4))
+    model = Net()
+    model.weight = weight
+    found = explain(
+        model, torch.full((4, 4), factor), lambda x: function(x * weight).mean()
+    )
+    first = str(found).splitlines()[0]
+    assert found.cause == cause
+    assert ("overflowed" in first) == (cause == RANGE)
+    assert ("too small for complex64" in first) == (cause == "underflow")
+
+
+@pytest.mark.tries_remedies
+def test_a_number_that_code_writes_is_told_as_no_more_than_that(as_kept):
+    """A condition that float64 does not meet has it written: a share of 0."""
+    weight = nn.Parameter(torch.ones(3))
+    model = Net()
+    model.weight = weight
+
+    def loss(x):
+        cost = (x * weight).softmax(-1).clone()
+        cost[cost == 0] = INF
+        return (0.0 * cost).sum()
+
+    found = explain(model, torch.tensor([[0.0, -200.0, 1.0]]), loss)
+    assert found.cause == "rounding"
+    as_kept(str(found).splitlines()[0], found.evidence)

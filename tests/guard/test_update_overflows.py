@@ -34,6 +34,61 @@ class Squares(torch.optim.Optimizer):
         return loss
 
 
+class Rescaled(torch.optim.Optimizer):
+    """Divides by the norm of its update, which is 0 where the gradient is."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 1.0)
+                ratio = p.norm() / mean.norm()
+                p.add_(mean * ratio, alpha=-group["lr"])
+
+
+class Debiased(torch.optim.Optimizer):
+    """Divides by what is 0 in its first step, or in its second."""
+
+    def __init__(self, params, begins):
+        super().__init__(params, {"begins": begins})
+
+    @torch.no_grad()
+    def step(self):
+        group = self.param_groups[0]
+        for p in group["params"]:
+            scale = self.state[p].setdefault("scale", torch.tensor(group["begins"]))
+            p.add_(p.grad / scale.abs(), alpha=-1e-2)
+            scale.add_(1)
+
+
+class InHalf(torch.optim.Optimizer):
+    """Casts gradients to a narrow dtype itself, in whatever dtype the weights are."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-2})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad.to(torch.float16).to(p.dtype), alpha=-1e-8)
+
+
+class WithAttribute(InHalf):
+    """Needs what a copy of it has not: torch copies state and groups alone."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.num_steps = 0
+
+    def step(self):
+        super().step()
+        self.num_steps += 1
+
+
 def eight_bits(params):
     from torchao.optim import AdamW8bit
 
@@ -334,6 +389,114 @@ def test_clean_steps_copy_nothing(monkeypatch):
         for _ in range(3):
             step(model, optimizer, 100.0)
     assert not made
+
+
+@pytest.mark.explains
+def test_a_gradient_of_0_that_an_optimizer_divides_by_is_seen_in_its_step():
+    model, optimizer = make(Rescaled)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for _ in range(4):
+            step(model, optimizer)
+        before = state_of(model, optimizer)
+        step(model, optimizer, 0.0)
+        report = guard.last_report
+        assert report.step == 4 and guard.num_skipped == 1
+        assert_same(state_of(model, optimizer), before)
+        found = report.explanation
+        assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
+        assert found.op.code == "ratio = p.norm() / mean.norm()"
+        assert found.remedies[0].is_finite
+        step(model, optimizer)
+        assert guard.num_skipped == 1
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_steps_of_an_optimizer_that_is_not_torchs_are_looked_at(first):
+    model, optimizer = make(lambda params: Debiased(params, -first))
+    before = []
+    with OverflowGuard(model, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as raised:
+            for _ in range(2):
+                before = [p.detach().clone() for p in model.parameters()]
+                step(model, optimizer)
+    assert raised.value.report.step == first == guard.step - 1
+    assert_same(before, [p.detach().clone() for p in model.parameters()])
+
+
+@pytest.mark.explains
+def test_the_largest_gradient_so_far_is_looked_at_behind_a_step_of_ones_own():
+    model, optimizer = make(InHalf)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for scale in (1.0, 1.0, 1.0, 1e5):
+            step(model, optimizer, scale)
+    report = guard.last_report
+    assert report.step == 3 and guard.num_skipped == 1
+    assert report.explanation.cause == "range overflow"
+    assert report.explanation.reason.endswith("beyond float16's maximum 65504")
+
+
+@pytest.mark.explains
+def test_a_step_that_no_copy_can_make_is_said_to_be_such(as_kept):
+    model, optimizer = make(WithAttribute)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer, 1e5)
+    found = guard.last_report.explanation
+    as_kept(found.cause, found.evidence, found.notes)
+
+
+@pytest.mark.explains
+def test_the_state_from_before_a_step_is_what_explains_it():
+    """It is made again with what it was given, not with what it has left."""
+    model, optimizer = make(lambda params: Debiased(params, -1))
+    explained = []
+    with OverflowGuard(model, optimizer, "skip", explain=True) as guard:
+        for _ in range(2):
+            step(model, optimizer)
+            explained.append(guard.last_report)
+    assert explained[0] is None
+    found = explained[1].explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.div.Tensor")
+    assert optimizer.state[model.weight]["scale"] == 0
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Squares])
+def test_a_step_is_copied_where_a_gradient_is_0_for_an_unknown_optimizer(
+    kind, scale, monkeypatch
+):
+    model, optimizer = make(kind)
+    made, snapshot = [], updates.OptimizerSnapshot
+
+    def noted(optimizer):
+        made.append(optimizer)
+        return snapshot(optimizer)
+
+    with OverflowGuard(model, optimizer) as guard:
+        for _ in range(3):
+            step(model, optimizer)
+        monkeypatch.setattr(updates, "OptimizerSnapshot", noted)
+        step(model, optimizer, scale)
+        assert guard.last_report is None
+    assert bool(made) == (kind is Squares and scale == 0.0)
+
+
+def test_a_part_that_is_idle_in_each_step_is_copied_in_few_of_them(monkeypatch):
+    model, optimizer = make(Squares)
+    copied, snapshot, number = [], updates.OptimizerSnapshot, 0
+
+    def noted(optimizer):
+        copied.append(number)
+        return snapshot(optimizer)
+
+    monkeypatch.setattr(updates, "OptimizerSnapshot", noted)
+    with OverflowGuard(model, optimizer):
+        for number in range(1, 20):
+            optimizer.zero_grad()
+            (model(torch.ones(3, 4)) - model.bias).sum().backward()
+            if number == 11:
+                model.weight.grad.zero_()  # more than before
+            optimizer.step()
+    assert copied == [1, 2, 4, 8, 11, 16]
 
 
 @pytest.mark.slow

@@ -154,6 +154,9 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         is_lost = not any(has(c.name, of) for c in failure.calls for of in cancels)
         if is_lost and found.op is not None and 0.0 in found.op.operands:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
+        elif failure.op is not None and failure.op.is_asked:
+            # Such a number has no precision: what it was written for has lost some.
+            found.cause = ROUNDING.name
 
 
 def _note_drawn(failure: Failure) -> None:

@@ -443,13 +443,12 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
 
 # Tries guarded forms of a line of an optimizer's own step.
 
-_GIVEN = " (with gradients of 0)"
-
 
 def update_remedies(
     op: OpCall,
     calls: Sequence[TorchCall],
     found: Explanation,
+    given: str,
     is_finite_now: Callable[[], bool],
 ) -> Iterator[Remedy]:
     """Tries other forms of the line of an operation in an optimizer's step.
@@ -458,8 +457,9 @@ def update_remedies(
         op: The operation.
         calls: The torch calls of the step.
         found: Its explanation.
-        is_finite_now: Makes the step again on a copy, with gradients of 0; tells
-            whether the weight is finite then.
+        given: What the step is made again with, in words.
+        is_finite_now: Makes the step again on a copy; tells whether the weight is
+            finite then.
     """
     root = op.torch_call
     if root is None or not shown_at(root)[0]:  # a line of torch's own
@@ -474,5 +474,5 @@ def update_remedies(
             with contextlib.suppress(Exception), patch.applied({}):
                 is_finite = is_finite_now()
             if patch.is_applied:
-                text = f"{trial.remedy.text}{_GIVEN}"
+                text = f"{trial.remedy.text} (with {given})"
                 yield replace(trial.remedy, text=text, is_finite=is_finite)

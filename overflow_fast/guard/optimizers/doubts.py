@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -13,13 +15,22 @@ from ..isolation import ErrorIsolation
 from ..step_clock import StepClock
 from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
-from .updates import may_overflow
+from .updates import is_torchs, may_overflow
 
 _HARMLESS = 4.0  # a gradient that no update makes too large for float16
+# Steps in which an optimizer's states are 0, or were before: chosen. With less, what
+# divides by them is seen as bad weights in the step after.
+_FIRST_STEPS = 2
 
 
 class Doubts:
     """Doubts steps by their largest gradient, and by the rates of their optimizers.
+
+    Of an optimizer that is not torch's the arithmetic is not known: it may divide by a
+    norm of 0, or cast to a narrow dtype. It is doubted in its first steps, and where
+    the largest gradient is larger, or more of them are 0, than in any step before. Of
+    steps in which some are 0 the 1st, 2nd, 4th, 8th, ... are doubted, too: to doubt all
+    would copy a model in each step in which a part of it is idle.
 
     Args:
         watches: The watched models.
@@ -36,9 +47,10 @@ class Doubts:
         self._watches = watches
         self._clock = clock
         self._isolation = isolation
+        self._seen = WeakKeyDictionary[Optimizer, _Seen]()  # of those not torch's
 
     def may_overflow(self, hook: OptimizerHook, is_lagged: bool = False) -> bool:
-        """True if a step may overflow although its gradients are finite.
+        """True if a step may make something non-finite although its gradients are not.
 
         Args:
             hook: That of its optimizer.
@@ -50,11 +62,48 @@ class Doubts:
         if optimizer is None or not self._clock.is_watched:
             return False
         rate = _largest_rate(optimizer, reads_devices=not is_lagged)
-        if largest <= _HARMLESS and rate <= 1.0:
+        is_known, is_small = is_torchs(optimizer), largest <= _HARMLESS and rate <= 1.0
+        if is_known and is_small:
             return False
         with self._isolation.isolated():
-            return may_overflow(optimizer, largest, rate)
+            is_new = not is_known and self._is_new(optimizer, largest)
+            is_large = not is_small and may_overflow(optimizer, largest, rate)
+            return is_new or is_large
         return False
+
+    def _is_new(self, optimizer: Optimizer, largest: float) -> bool:
+        """True if an optimizer has made no step yet of gradients such as these."""
+        seen = self._seen.setdefault(optimizer, _Seen())
+        num_zero = sum(watch.recorder.num_zero_gradients for watch in self._watches)
+        return seen.add(largest, num_zero)
+
+
+@dataclass
+class _Seen:
+    """The gradients of an optimizer's steps so far.
+
+    Attributes:
+        num_steps: How many steps there were.
+        num_with_zeros: In how many of them a gradient was 0 throughout.
+        most_zeros: How many were so in one step at most.
+        largest: The largest magnitude of all.
+    """
+
+    num_steps: int = 0
+    num_with_zeros: int = 0
+    most_zeros: int = 0
+    largest: float = 0.0
+
+    def add(self, largest: float, num_zero: int) -> bool:
+        """Adds a step; returns True if there was none like it."""
+        self.num_steps += 1
+        self.num_with_zeros += num_zero > 0
+        is_power = self.num_with_zeros & (self.num_with_zeros - 1) == 0
+        is_new = self.num_steps <= _FIRST_STEPS or (num_zero > 0 and is_power)
+        is_new |= largest > self.largest or num_zero > self.most_zeros
+        self.largest = max(self.largest, largest)
+        self.most_zeros = max(self.most_zeros, num_zero)
+        return is_new
 
 
 def _largest_rate(optimizer: Optimizer, reads_devices: bool) -> float:

@@ -77,12 +77,14 @@ class StepJudge(Protocol):
     ) -> OptimizerSnapshot | NoSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
 
-    def skips_update(self, hook: OptimizerHook, was_finite: Callable[[], bool]) -> bool:
+    def skips_update(
+        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
+    ) -> bool:
         """Judges what the step has made of weights and state; True undoes it.
 
         Args:
             hook: The optimizer's.
-            was_finite: Returns True if all of these were finite before the step.
+            kept: These as they were before the step.
         """
 
     def after_call(self) -> None:
@@ -414,7 +416,7 @@ class OptimizerHook:
             return False
         self.has_snapshot = kept.can_restore
         try:
-            is_skipped = self._judge.skips_update(self, kept.was_finite)
+            is_skipped = self._judge.skips_update(self, kept)
         except Exception:  # also an error of the policy's
             kept.restore()
             raise

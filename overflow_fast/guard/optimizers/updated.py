@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -13,8 +12,10 @@ from ...base.text import dtype_name
 from ...scanner.ops import scan
 from ..collect import Collector
 from ..judge import Judge
-from ..report.causes import BAD_SETTING, RANGE_OVERFLOW
+from ..outer import outer
+from ..report.causes import BAD_SETTING, RANGE_OVERFLOW, UNKNOWN
 from ..report.explanation import Explanation
+from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from ..unit import Unit
 from ..verdict.optimizer_settings import SettingRemark, bad_settings
 from ..verdict.verdict import BadEntry, Verdict
@@ -25,7 +26,7 @@ def see_update(
     collector: Collector,
     judge: Judge,
     optimizer: Optimizer,
-    was_finite: Callable[[], bool],
+    kept: OptimizerSnapshot | NoSnapshot,
 ) -> None:
     """Sees what is bad behind an optimizer's step, and was not before.
 
@@ -34,20 +35,20 @@ def see_update(
         collector: Collects what is seen.
         judge: Finds the first bad value.
         optimizer: The optimizer that has stepped.
-        was_finite: Returns True if all was finite before.
+        kept: What it steps, as that was before.
     """
     named = collector.tensors.scan_update(optimizer)
     collector.send()
     collector.receive()
     unit.last_frame = _C.Recorder.num_frames()
     frames = collector.take(unit.last_frame)
-    unit.frames = frames if frames and was_finite() else []
+    unit.frames = frames if frames and kept.was_finite() else []
     if not unit.frames:
         return
     unit.verdict = verdict = of_update(judge.verdict_on(unit), optimizer)
     first = verdict.first
     if first is not None:
-        unit.explains = lambda _: explain_update(first, optimizer, named)
+        unit.explains = lambda _: explain_update(first, optimizer, named, kept)
 
 
 def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
@@ -75,7 +76,10 @@ def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:
 
 
 def explain_update(
-    first: BadEntry, optimizer: Optimizer, parameters: dict[str, torch.Tensor]
+    first: BadEntry,
+    optimizer: Optimizer,
+    parameters: dict[str, torch.Tensor],
+    kept: OptimizerSnapshot | NoSnapshot,
 ) -> Explanation:
     """Explains what a step has made of finite gradients. Incurs a CPU-GPU sync.
 
@@ -83,6 +87,7 @@ def explain_update(
         first: The weight, or state, that has become non-finite.
         optimizer: The optimizer.
         parameters: Its parameters, by name.
+        kept: What it steps, as that was before.
     """
     names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
     name = max(names, key=len, default="")
@@ -99,7 +104,8 @@ def explain_update(
     (stat,) = scan([gradient])
     largest, dtype = stat.abs_max or 0.0, gradient.dtype
     limit = torch.finfo(dtype).max
-    given = f"the gradient of {name} is finite, up to {largest:.3g} in magnitude"
+    size = f"finite, up to {largest:.3g} in magnitude" if largest else "0 throughout"
+    given = f"the gradient of {name} is {size}"
     beyond = f"is beyond {dtype_name(dtype)}'s maximum {limit:.5g}"
     if first.kind == "optimizer_state" and largest * largest > limit:
         found.cause = RANGE_OVERFLOW.name
@@ -114,4 +120,7 @@ def explain_update(
             found.cause = RANGE_OVERFLOW.name
             given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
     found.evidence.append(given)
-    return found
+    if found.cause != UNKNOWN.name or first.kind != "weight":
+        return found
+    made: Explanation = outer("update")(optimizer, parameters[name], found, kept.held)
+    return made

@@ -38,8 +38,8 @@ def may_overflow(optimizer: Optimizer, largest: float, rate: float) -> bool:
         rate: The largest magnitude of the learning rates; inf if one is not finite.
     """
     limit, groups = _limit_of(optimizer), optimizer.param_groups
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    sums = max((_steps_of(group, is_torchs) for group in groups), default=1.0)
+    is_known = is_torchs(optimizer)
+    sums = max((_steps_of(group, is_known) for group in groups), default=1.0)
     # An update that is divided by a mean of the gradients is of the order of the rate,
     # and weights that it has made as large decay by a part of the rate.
     update = max(largest, rate, 1.0) * max(rate, 1.0)
@@ -50,7 +50,12 @@ def may_overflow(optimizer: Optimizer, largest: float, rate: float) -> bool:
     square = largest * largest
     if isinstance(optimizer, torch.optim.Adagrad):
         return square * _ACCUMULATED > limit
-    return square * (1.0 if is_torchs else sums) > limit
+    return square * (1.0 if is_known else sums) > limit
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """True for an optimizer of torch's own, whose arithmetic is known."""
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _limit_of(optimizer: Optimizer) -> float:
@@ -59,19 +64,19 @@ def _limit_of(optimizer: Optimizer) -> float:
     return min([_WIDE, *(torch.finfo(each).max for each in dtypes)])
 
 
-def _steps_of(group: Mapping[str, Any], is_torchs: bool) -> float:
+def _steps_of(group: Mapping[str, Any], is_known: bool) -> float:
     """How many steps of one size a sum over steps comes to, by a group's settings.
 
     Of torch's optimizers, those of `betas`, `alpha` and `rho` take means.
     """
-    if is_torchs:
+    if is_known:
         decays = [group.get("momentum")]
     else:
         found = [group[name] for name in _DECAYS if name in group]
         decays = [d for each in found for d in (each if _is_tuple(each) else [each])]
     known = [float(each) for each in decays if is_number(each)]
     steps = [1.0 / (1.0 - d) if d < 1.0 else _ACCUMULATED for d in known]
-    return max(steps, default=1.0 if is_torchs else _ACCUMULATED)
+    return max(steps, default=1.0 if is_known else _ACCUMULATED)
 
 
 def _is_tuple(value: object) -> bool:

@@ -45,6 +45,11 @@ class OptimizerSnapshot:
         copies = [(name, each.copied) for name, each in self._tensors]
         return _are_finite([(n, each) for n, each in copies if each is not None])
 
+    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns what a tensor held; None if it was not there, or not copied."""
+        kept = (each for _, each in self._tensors if each.tensor is tensor)
+        return next((each.copied for each in kept), None)
+
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""
         self._objects.restore()
@@ -71,6 +76,9 @@ class NoSnapshot:
     def was_finite(self) -> bool:
         """True if weights and state were finite."""
         return self._was_finite
+
+    def held(self, tensor: torch.Tensor) -> None:
+        """Returns None: nothing is copied."""
 
     def restore(self) -> None:
         """Does nothing."""
