@@ -147,6 +147,7 @@ void bind_recorder(py::module_& m) {
       .def("set_gradients_wanted", &Recorder::set_gradients_wanted)
       .def("take_step_results", &Recorder::take_step_results)
       .def("forget_parameters", &Recorder::forget_parameters)
+      .def("forget_parameters_but_of", &Recorder::forget_parameters_but_of, py::arg("batch"))
       .def_readwrite("counts_underflow", &Recorder::counts_underflow)
       .def_property_readonly("has_counts", &Recorder::has_counts)
       .def("take_underflow", &take_underflow)

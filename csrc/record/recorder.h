@@ -91,11 +91,15 @@ class Recorder {
   void add_tensor(Frame& frame, Listing listing, const at::Tensor& tensor);
   // True if a module's parameter should be listed in the frame of its call. With parameters_once it
   // is where it is used first in a step; in an evaluation, where it is used first, and again once it
-  // was written to or something was bad. Writes past the version counter (.data, numpy) are not seen.
+  // was written to. Writes past the version counter (.data, numpy) are not seen.
   bool wants_parameter(const at::Tensor& parameter);
   void forget_parameters() {
     listed_.clear();
     evaluated_.clear();
+  }
+  // Those that evaluations have listed, but for this one.
+  void forget_parameters_but_of(int64_t batch) {
+    std::erase_if(evaluated_, [batch](const auto& each) { return each.second.batch != batch; });
   }
   // Records the gradient of an output when backward computes it, if the options ask for that.
   void watch_output(const Frame& frame, LabelId label, const at::Tensor& output);
@@ -279,14 +283,15 @@ class Recorder {
   std::deque<Frame> history_;
   Traced traced_;
   std::vector<py::object> class_names_;  // of the modules, by their index
-  // A parameter that was listed: its memory, whose address is not reused meanwhile, and its version.
-  // Torch would not swap parameters that were weakly referenced themselves.
+  // A parameter that was listed: its memory, whose address is not reused meanwhile, its version, and
+  // the batch. Torch would not swap parameters that were weakly referenced themselves.
   struct Listed {
     WeakStorage memory;
     std::optional<uint32_t> version;
+    int64_t batch;
   };
   std::unordered_map<TensorId, Listed> listed_;     // in this step
-  std::unordered_map<TensorId, Listed> evaluated_;  // in evaluations, where nothing was bad since
+  std::unordered_map<TensorId, Listed> evaluated_;  // in evaluations
   std::shared_ptr<GradientSink> sink_ = std::make_shared<GradientSink>(this);
   StepResults results_;
   std::vector<Frame> failed_;  // of no call, in this step

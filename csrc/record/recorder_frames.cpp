@@ -60,15 +60,15 @@ void Recorder::send(bool with_captured) {
 
 bool Recorder::wants_parameter(const at::Tensor& parameter) {
   if (!options_.parameters_once || !parameter.has_storage()) return true;
-  const bool is_evaluation = course().is_evaluation;
-  auto& listed = is_evaluation ? evaluated_ : listed_;
-  const auto [place, is_new] =
-      listed.try_emplace(id_of(parameter), Listed{weak_storage(parameter), version_of(parameter)});
-  Listed& then = place->second;
+  const Course& own = course();
+  auto& listed = own.is_evaluation ? evaluated_ : listed_;
   const auto version = version_of(parameter);
-  const bool is_written = is_evaluation && (!version || version != then.version);
+  const Listed now{weak_storage(parameter), version, own.batch};
+  const auto [place, is_new] = listed.try_emplace(id_of(parameter), now);
+  Listed& then = place->second;
+  const bool is_written = own.is_evaluation && (!version || version != then.version);
   if (!is_new && !is_written && has_storage(parameter, then.memory)) return false;
-  then = {weak_storage(parameter), version};
+  then = now;
   return true;
 }
 
@@ -112,7 +112,6 @@ void Recorder::add_result(Frame&& frame) {
   rows_.add(frame);
   if (frame.has_failed && !frame.is_of_call()) failed_.push_back(frame);
   if (frame.is_bad) {
-    evaluated_.clear();  // what is bad in one request is listed in the next
     if (results_.num_bad == 0) results_.before.assign(history_.begin(), history_.end());
     ++results_.num_bad;
     if (results_.bad.size() < kMaxBadFrames) results_.bad.push_back(frame);

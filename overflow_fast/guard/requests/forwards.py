@@ -113,6 +113,7 @@ class Forwards:
         self._on_since = perf_counter()
         for watch in watches:
             watch.judges_requests = True
+            watch.is_served = not has_optimizer
             watch.inputs.captures.append(self)
             watch.is_of_request = self.are_running
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained

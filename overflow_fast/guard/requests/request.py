@@ -118,6 +118,7 @@ class Request:
         first = min(found, key=lambda frame: frame.order)
         batch = watch.frames.batch_of(first)
         self.forward, self.bad = self._recent[id(watch), batch]
+        found += watch.take_weights(batch)
         self.frames = [BadFrame(watch, frame) for frame in found]
 
     def end(self) -> None:

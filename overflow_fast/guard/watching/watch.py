@@ -106,6 +106,8 @@ class ModelWatch(StepHooks):
         needs_buffers: The forwards of a model with buffers have to be announced.
         num_given_up: The number of frames when a later forward of the step began and no
             gradient of the earlier ones was left; -1 for none.
+        is_served: The model is not trained: its requests list the weights that were
+            written to since one before.
         judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         is_of_request: Returns True in a forward of a request, also with autograd.
@@ -139,7 +141,7 @@ class ModelWatch(StepHooks):
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
         self._missed = MissedSteps()
-        self.needs_buffers = self.judges_requests = False
+        self.needs_buffers = self.judges_requests = self.is_served = False
         self.num_given_up = -1
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
@@ -310,7 +312,9 @@ class ModelWatch(StepHooks):
     def _begin_forward(self) -> None:
         """Notes whether it is of a step; one that is none is a judgement of its own."""
         is_in_step = self.is_in_step
-        self.recorder.is_evaluation = not is_in_step
+        self.recorder.is_evaluation = self.is_served and not is_in_step
+        if not (is_in_step or self.is_served):
+            self.recorder.forget_parameters()
         if is_in_step and self._missed.begin_forward() and self.frames.is_first_told():
             self.on_missed(self)
 
@@ -396,15 +400,34 @@ class ModelWatch(StepHooks):
                 if root is None or not root.is_left:  # that is judged with its step
                     self._on_evaluated(self, batch)
             self.recorder.is_evaluation = False
+            if not self.is_served:
+                self.recorder.forget_parameters()
 
     def _scan_shards(self, batch: int) -> None:
         """Scans the weights where the modules' calls do not list them."""
+        if not self.recorder.lists_parameters:
+            self._scan_weights(batch)
+
+    def _scan_weights(self, batch: int) -> None:
         model = self.model
-        is_listed = not self.wanted.weights or self.recorder.lists_parameters
-        if model is None or is_listed:
-            return
-        self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
-        self.frames.note_evaluated_weights(batch)
+        if model is not None and self.wanted.weights:
+            self.record(_C.FrameKind.WEIGHTS, self.tensors.parameters(model))
+            self.frames.note_evaluated_weights(batch)
+
+    def take_weights(self, batch: int) -> list[_C.Frame]:
+        """Takes the bad weights that a bad forward of a request has not listed.
+
+        They were written to past their version counters. All are listed again in the
+        next one. Incurs the sync.
+        """
+        self.recorder.forget_parameters_but_of(batch)
+        self.recorder.is_evaluation = True
+        self._scan_weights(batch)
+        self.recorder.is_evaluation = False
+        self.recorder.forget_parameters()
+        self.frames.send()
+        self.frames.receive(is_lagged=False)
+        return self.frames.take_of({batch})
 
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
