@@ -132,6 +132,32 @@ def test_an_output_far_from_float32s_is_no_cure():
     assert "from float32)" in str(found)
 
 
+class Scores(nn.Module):
+    def forward(self, x):
+        return torch.matmul(x, x.mT) / 16
+
+
+def test_the_distance_of_an_exact_form_is_that_of_its_own_output():
+    torch.manual_seed(0)
+    x = (torch.randn(6, 16) * 100).half()
+    first, *_ = explain(Scores().half(), x).remedies
+    assert first.text == "scale before the product"
+    true = x.float() @ x.float().mT / 16
+    assert first.error == pytest.approx(distance(x / 16 @ x.mT, true), rel=0.2)
+
+
+def test_a_batch_without_the_failing_sample_has_no_distance():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).eval()
+    x = torch.randn(3, 16)
+    x[1] = 6e4
+    model[0].weight.data.abs_()
+    found = explain(model.half(), x.half())
+    of_data = [each for each in found.remedies if each.is_of_data]
+    assert of_data and all(each.error is None for each in of_data)
+    assert any(each.error is not None for each in found.remedies)
+
+
 class Rms(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)

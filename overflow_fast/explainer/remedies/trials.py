@@ -18,7 +18,7 @@ from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS
 from ..calls import Call, name_outside
 from ..named_tensors import magnitudes_of, state_by_name
-from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..replayer import Observer, Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
@@ -289,7 +289,12 @@ class Trials:
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         module = self._failure.within if stays else None
-        result = self.run(patches, place) if result is None else result
+        # Of a run that was made before, and of another batch, no distance is known.
+        nearness = self._nearness if result is None else None
+        if not all(each.is_same_step for each in patches):
+            nearness = None
+        observers = [] if nearness is None else [nearness]
+        result = result or self.run(patches, place, observers)
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
@@ -330,8 +335,8 @@ class Trials:
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         is_known = result.has_backward or remedy.true_loss is not None
-        if is_finite and self._nearness is not None and not is_known:
-            remedy = replace(remedy, **self._nearness.judged(patches, self._others))
+        if is_finite and nearness is not None and not is_known:
+            remedy = replace(remedy, **nearness.judged(patches, self._others))
         self.tried.append(Tried(patches, remedy))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
@@ -397,7 +402,7 @@ class Trials:
         if not self.may_run():
             found.notes += [NOT_IN_FLOAT64] * (NOT_IN_FLOAT64 not in found.notes)
         else:
-            result = self.run_part(StepPart(), [wide, *patches])
+            result = self.run([wide, *patches])
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
             loss = loss_of(result)
@@ -410,14 +415,15 @@ class Trials:
         outside = self.replayer.calls[result.bad_call].computed_outside()
         return next((name for name, tensor in outside if kinds_of(tensor)), "")
 
-    def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
-        """Replays the step with patches; see `Replayer.run()`."""
-        return self.run_part(StepPart(traced, has_calls=traced >= 0), patches)
-
-    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
-        """Replays a part of the step with patches."""
+    def run(
+        self,
+        patches: Sequence[Patch],
+        traced: int = -1,
+        observers: Sequence[Observer] = (),
+    ) -> ReplayResult:
+        """Replays the step with patches, under observers; see `Replayer.run()`."""
+        part = StepPart(traced, has_calls=traced >= 0)
         from_loss = [FromLoss()] * self._drops_gradients
-        observers = [] if self._nearness is None else [self._nearness]
         patches = [*self._others, *patches, *from_loss]
         return self.replayer.run(part, patches, observers)
 
