@@ -15,16 +15,17 @@ from ...guard.process import own_rank, world_size
 from ...guard.report.notes import NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
-from ..bounds import GRADIENT, LOSS
+from ..bounds import GRADIENT, LOSS, POLE
 from ..calls import Call, name_outside
 from ..named_tensors import magnitudes_of, state_by_name
+from ..op_table import OpTable
 from ..replayer import Observer, Patch, Replayer, ReplayResult, StepPart, patched_calls
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
-from .failure import Failure
+from .failure import Failure, largest_in
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .step_after import grown_buffer, nonfinite_after
@@ -144,6 +145,10 @@ def in_wider(patch: Patch) -> list[InWider]:
 # Chosen, not measured; other ranks wait meanwhile.
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
+_AT_POLE = (
+    "The result is infinite in exact arithmetic, and a number in its place decides all "
+    "that follows: mend what it was given."
+)
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 
@@ -178,7 +183,7 @@ class Trials:
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
-        is_settled: Guarded forms are worse than a remedy that was found.
+        is_settled: Further guarded forms are worse than one that was tried.
         torch_calls: The torch calls of the step without any patch.
     """
 
@@ -286,8 +291,8 @@ class Trials:
         same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
-        stays = self._failure.stays_within
-        place = self._failure.place if stays else -1
+        stays, is_guess = self._failure.stays_within, self._is_guess(applied)
+        place = self._failure.place if stays or is_guess else -1
         module = self._failure.within if stays else None
         # Of a run that was made before, and of another batch, no distance is known.
         nearness = self._nearness if result is None else None
@@ -299,7 +304,7 @@ class Trials:
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
-        left = result.table.bad_within(module) if result.table else []
+        left = result.table.bad_within(module) if stays and result.table else []
         is_finite = result.is_clean and not left
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
@@ -334,6 +339,11 @@ class Trials:
         remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
+        if is_finite and is_guess and result.table is not None:
+            leap = self._leap(applied, result.table)
+            remedy = replace(remedy, breaks=remedy.breaks or leap)
+            self.is_settled |= bool(leap)  # smaller numbers make larger ones
+            self.notes += [_AT_POLE] * (bool(leap) and _AT_POLE not in self.notes)
         is_known = result.has_backward or remedy.true_loss is not None
         if is_finite and nearness is not None and not is_known:
             remedy = replace(remedy, **nearness.judged(patches, self._others))
@@ -388,6 +398,30 @@ class Trials:
             return 0.0
         moved = [each for patch in of_calls for each in patch.moved.values()]
         return max(moved, default=0.0) or None
+
+    def _is_guess(self, applied: AppliedPatches) -> bool:
+        """True if a number is tried where the result is infinite in exact arithmetic.
+
+        A training's loss and gradients show what such a number makes of the step.
+        """
+        is_last = self._failure.place == len(self.replayer.calls) - 1
+        is_exact = all(each.is_exact for each in applied.trials)
+        is_of_calls = bool(applied.keys) and not is_exact
+        return self._is_alone and self._failure.is_at_pole and is_last and is_of_calls
+
+    def _leap(self, applied: AppliedPatches, table: OpTable) -> str:
+        """Describes the size of what such a number has made, or ""."""
+        changed = [op.torch_call for op in table.ops]
+        is_own = [call is not None and call.key in applied.keys for call in changed]
+        first = is_own.index(True) if True in is_own else len(is_own)
+        pairs = zip(table.ops[first:], is_own[first:], strict=True)
+        # A factor that is 0 may make 0 of it; its own size counts where it is returned.
+        following = [op for op, is_changed in pairs if not is_changed]
+        largest = largest_in(following or table.ops[first:])
+        usual = self._failure.largest
+        if not POLE.is_passed(largest, usual):
+            return ""
+        return f"numbers up to {largest:.3g} follow, after at most {usual:.3g}"
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.

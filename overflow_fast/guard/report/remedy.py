@@ -111,8 +111,10 @@ class Remedy:
             explains.
         breaks: What is wrong though the step is finite, in words: the loss, or a
             gradient, is 1e5 times as large as the largest seen last and not known to be
-            right, the optimizer's step makes something non-finite, or the last clean
-            batch is not finite with it. Then it is no remedy. "" for nothing.
+            right, the optimizer's step makes something non-finite, the last clean
+            batch is not finite with it, or a forward has numbers of another size where
+            the call is infinite in exact arithmetic. Then it is no remedy. "" for
+            nothing.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
         elsewhere: What it changes where nothing fails; None where it was not measured.
