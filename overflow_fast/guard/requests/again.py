@@ -214,7 +214,9 @@ class RequestAgain:
         try:
             seen = self._ask(lambda explainer: explainer.look_again(found), is_same)
         except Exception as error:
-            return found.with_note(f"The step was not run again: {error_line(error)}.")
+            return found.with_note(
+                f"The request was not run again: {error_line(error)}."
+            )
         if seen is None:
             return found.with_note(self._busy)
         # Behind the models, where modules show nothing.

@@ -22,6 +22,7 @@ class RequestText(ReportText):
     """
 
     report: RequestData
+    unit = "request"
 
     def __init__(self, report: RequestData) -> None:
         super().__init__(report)

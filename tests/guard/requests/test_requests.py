@@ -1,6 +1,7 @@
 """Forwards without autograd: whose request is bad, and why."""
 
 import logging
+import re
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.explainer import long_explanation
 from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.watching import watch as watching
 
@@ -53,6 +55,44 @@ def test_a_forward_without_autograd_is_a_request(as_kept):
     as_kept(report.explanation)
     for word in ("the loss", "Step", "without autograd", "optimizer"):
         assert word not in text
+
+
+TRAINING = re.compile(r"\b(step|loop|loss|labels|training|[Bb]ackward)\b")
+
+
+def left_in_a_weight(net):
+    net[0].weight.data[1] = NAN
+    return rows_bad()
+
+
+def large_in_a_row(net):
+    net[0].weight.data[:, 0] = 3e38
+    x = rows_bad()
+    x[1, 0] = 1e3
+    return x
+
+
+@pytest.mark.parametrize(
+    "fails", [lambda net: rows_bad(1), left_in_a_weight, large_in_a_row]
+)
+def test_a_request_is_not_told_of_training(fails, caplog, monkeypatch):
+    monkeypatch.setattr(long_explanation, "LONG_SECONDS", 0.0)
+    net = make_net()
+    x = fails(net)
+    with OverflowGuard(net):
+        report = report_of(lambda: net(x))
+        text = f"{report}\n{caplog.text}\n" + "\n".join(
+            map(str, report.explanation.remedies)
+        )
+    assert not TRAINING.findall(text), text
+
+
+def test_what_is_computed_between_forwards_is_to_be_run_by_the_guard():
+    net, other = make_net(), nn.Linear(4, 4)
+    x = other(torch.ones(3, 4)) * NAN
+    with OverflowGuard(net):
+        report = report_of(lambda: net(x))
+    assert report.explanation.notes[-1].endswith("within `guard.run(lambda: ...)`.")
 
 
 def test_rows_are_named_by_the_ids_of_a_request(as_kept):
