@@ -1,5 +1,6 @@
 """Forwards without autograd: whose request is bad, and why."""
 
+import contextvars
 import logging
 import re
 import sys
@@ -924,3 +925,81 @@ def test_a_token_id_is_no_index_of_a_dataset():
         report = report_of(lambda: net(torch.tensor([1, 2, 5])))
     sample = report.explanation.sample
     assert int(sample) == 2 and sample.dataset is None
+
+
+class Filtered(Assembled):
+    """Keeps the largest logits, as a sampler does."""
+
+    def forward(self, x):
+        logits = self.layer(x)
+        least = logits.topk(2).values[..., -1:]
+        return self.last(logits.masked_fill(logits < least, -torch.inf))
+
+
+def make_filtered(last=None):
+    torch.manual_seed(0)
+    return Filtered(layer=nn.Linear(4, 8), last=last or nn.Identity()).eval()
+
+
+@pytest.mark.parametrize("watch", [(), ("tripwire",)])
+def test_infs_that_code_has_written_are_served_and_logged_once(watch, caplog):
+    net, served = make_filtered(), []
+    with OverflowGuard(net, **({"watch": watch[0]} if watch else {})), torch.no_grad():
+        served += [net(rows_bad()) for _ in range(3)]
+        report_of(lambda: net(rows_bad(1)))  # as it was
+    assert all(each.isneginf().sum() == 18 for each in served)
+    lines = [e.getMessage() for e in caplog.records if "writes -inf" in e.getMessage()]
+    assert len(lines) == 1 and "allow={" in lines[0]
+
+
+class Softened(nn.Module):
+    def forward(self, x):
+        return x + x.sum(-1, keepdim=True)  # -inf, each value
+
+
+def test_rows_without_a_finite_value_are_not_served():
+    net = make_filtered(Softened())
+    with OverflowGuard(net):
+        for _ in range(2):
+            report_of(lambda: net(rows_bad()))
+
+
+def test_a_request_with_written_infs_is_not_served_where_a_later_forward_is_bad():
+    net = make_filtered()
+    with OverflowGuard(net) as guard:
+
+        def run(*batches):
+            with guard.request():
+                for each in batches:
+                    net(each)
+
+        report_of(lambda: run(rows_bad(), rows_bad(1)))  # the second is not looked at
+        with torch.no_grad():
+            run(rows_bad(), rows_bad())
+        assert report_of(lambda: run(rows_bad(), rows_bad(1))).forward == 1
+
+
+def test_a_request_that_was_answered_before_is_not_said_to_be_served():
+    net = make_filtered()
+    with OverflowGuard(net) as guard, torch.no_grad():
+        with guard.request():  # another one, which would wait
+            context = contextvars.Context()
+            report = context.run(report_of, lambda: net(rows_bad()))
+            assert "once it is answered" in report.notes[0]
+            guard._parts.requests.finish()
+            assert report.explanation.cause == "mask" and report.action == "raise"
+            assert "It is served" not in str(report)
+            context.run(net, rows_bad())  # is known now
+
+
+def test_a_callable_is_asked_about_infs_that_code_has_written():
+    asked, net = [], make_filtered()
+
+    def policy(report):
+        asked.append(report)
+        return "warn"
+
+    with OverflowGuard(net, on_overflow=policy), torch.no_grad():
+        for _ in range(2):
+            net(rows_bad())
+    assert len(asked) == 2
