@@ -18,7 +18,7 @@ from .explain_origin import explain_root_op
 from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.nearness import Nearness
-from .replayer import Replayer, ReplayResult, StepPart
+from .replayer import LastOutputs, Replayer, ReplayResult, StepPart
 from .trace_back import RootOp
 
 _LARGE = 65504.0  # what half precision holds at most, and less than overflows
@@ -79,9 +79,9 @@ def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
 
 def _distance(replayer: Replayer) -> float | None:
     """How far a forward's output is from that in float32; None if it is not known."""
-    nearness = Nearness(replayer)
-    replayer.run(StepPart(), observers=[nearness])
-    return nearness.distance()
+    own = LastOutputs()
+    replayer.run(StepPart(), observers=[own])
+    return Nearness(replayer).distance(own)
 
 
 def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:

@@ -158,6 +158,29 @@ def test_a_batch_without_the_failing_sample_has_no_distance():
     assert any(each.error is not None for each in found.remedies)
 
 
+class Standardized(nn.Module):
+    """Its variance may be below 0, where float32 rounds."""
+
+    def forward(self, x, least=None):
+        mean = x.mean(1, keepdim=True)
+        variance = (x * x).mean(1, keepdim=True) - mean * mean
+        variance = variance if least is None else variance.clamp(min=least)
+        return (x - mean) / (torch.sqrt(variance) + 1e-5)
+
+
+def test_a_remedy_of_float32_has_its_distance_from_float64():
+    torch.manual_seed(1)
+    x = torch.randn(3, 50, 8) - 5
+    x[2] = -15.942385 + 1e-5 * torch.randn(50, 8)
+    with torch.no_grad():
+        found = explain(Standardized(), x)
+    remedy = next(e for e in found.remedies if e.text.endswith("at least 1e-8"))
+    own, true = Standardized()(x, 1e-8), Standardized()(x.double())
+    assert remedy.error == pytest.approx(distance(own.double(), true), rel=0.01)
+    assert remedy.error > 0.1 and not remedy.is_recommended
+    assert "% from float64" in remedy.outcome
+
+
 class Rescaled(Assembled):
     """Divides by how far two times are apart."""
 

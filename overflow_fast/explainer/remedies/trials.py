@@ -19,7 +19,15 @@ from ..bounds import GRADIENT, LOSS, POLE
 from ..calls import Call, name_outside
 from ..named_tensors import magnitudes_of, state_by_name
 from ..op_table import OpTable
-from ..replayer import Observer, Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..replayer import (
+    LastOutputs,
+    Observer,
+    Patch,
+    Replayer,
+    ReplayResult,
+    StepPart,
+    patched_calls,
+)
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
@@ -295,10 +303,9 @@ class Trials:
         place = self._failure.place if stays or is_guess else -1
         module = self._failure.within if stays else None
         # Of a run that was made before, and of another batch, no distance is known.
-        nearness = self._nearness if result is None else None
-        if not all(each.is_same_step for each in patches):
-            nearness = None
-        observers = [] if nearness is None else [nearness]
+        has_distance = result is None and all(each.is_same_step for each in patches)
+        nearness, outputs = self._nearness if has_distance else None, LastOutputs()
+        observers = [outputs] * (nearness is not None)
         result = result or self.run(patches, place, observers)
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
@@ -346,7 +353,8 @@ class Trials:
             self.notes += [_AT_POLE] * (bool(leap) and _AT_POLE not in self.notes)
         is_known = result.has_backward or remedy.true_loss is not None
         if is_finite and nearness is not None and not is_known:
-            remedy = replace(remedy, **nearness.judged(patches, self._others))
+            near = nearness.judged(outputs, patches, self._others)
+            remedy = replace(remedy, **near)
         self.tried.append(Tried(patches, remedy))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
@@ -366,7 +374,10 @@ class Trials:
             self.replayer.state.begin()
             self._buffers = magnitudes_of(self.replayer.models, "buffer")
         left = grown_buffer(self._buffers, after)
-        if self.truth is None and all(each.is_exact for each in applied.trials):
+        is_known = self.truth is not None or (
+            self._nearness is not None and self._nearness.has_true_output
+        )
+        if not is_known and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
@@ -436,7 +447,10 @@ class Trials:
         if not self.may_run():
             found.notes += [NOT_IN_FLOAT64] * (NOT_IN_FLOAT64 not in found.notes)
         else:
-            result = self.run([wide, *patches])
+            outputs = LastOutputs()
+            result = self.run([wide, *patches], observers=[outputs])
+            if self._nearness is not None:
+                self._nearness.note_in_float64(result, outputs)
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
             loss = loss_of(result)

@@ -102,9 +102,10 @@ class Remedy:
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
             and gradients are not, how far these are (L2 norm). Of a forward without
-            backward, how far its output is from one in float32. None where the true
-            loss is beyond the dtype's maximum, which no remedy comes to, and where
-            nothing is known.
+            backward, how far its output is from that of a run in float32, or of one in
+            float64 where nothing is half precision. None where the true loss is beyond
+            the dtype's maximum, which no remedy comes to, and where nothing is known.
+        compared_with: The dtype of that run.
         where: The places of that output which are compared, in words, where the others
             are padding: nothing elsewhere reads what stands there. "" for all.
         misses: "loss", "gradients" or "output", where that is more than rounding
@@ -143,6 +144,7 @@ class Remedy:
     why: str = ""
     true_loss: float | None = None
     error: float | None = None
+    compared_with: str = "float32"
     where: str = ""
     misses: str = ""
     breaks: str = ""
@@ -241,8 +243,8 @@ class Remedy:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
             but = "but " * bool(self.misses)
-            off = f"{rounded(100 * self.error, 2)} % from float32 {self.where}"
-            clauses[0] += f", {but}{off.strip()}"
+            off = f"{rounded(100 * self.error, 2)} % from {self.compared_with}"
+            clauses[0] += f", {but}{off} {self.where}".rstrip()
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:
