@@ -44,6 +44,7 @@ class Request:
             have sorted the rows, with its place; or "".
         zeroed: What that forward or a later one has left non-finite in tensors that it
             was given, with 0 for it: a replay begins with these.
+        first_batches: The number of each watch's first forward, by the watch's id.
         is_left_out: It is one that a schedule leaves out.
         is_over: It has ended: forwards that still run in other threads are not of it.
         is_answered: It was answered before it is explained.
@@ -67,6 +68,7 @@ class Request:
         self.sorted_by = ""
         self.is_left_out = self.is_over = self.is_answered = False
         self.seconds = 0.0
+        self.first_batches: dict[int, int] = {}
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written = written
         self._given: list[torch.Tensor] = []
@@ -86,6 +88,7 @@ class Request:
     def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds a forward that has ended."""
         self.add(watch, batch, call)
+        self.first_batches.setdefault(id(watch), batch)
         if not self.num_forwards and self.order is not None:
             self.sorted_by = self.order.sorted_by()
             self._given = [] if call is None else call.rows_of(len(self.ids or ()))

@@ -927,6 +927,24 @@ def test_a_token_id_is_no_index_of_a_dataset():
     assert int(sample) == 2 and sample.dataset is None
 
 
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_forward_has_its_own_number_where_it_is_run_again(is_function):
+    net = make_net()
+    net[2].weight.data.fill_(1e38)
+
+    def run():
+        return [net(rows_bad() * factor) for factor in (0, 1e30, 0, 0)]
+
+    with OverflowGuard(net, watch="tripwire") as guard:
+
+        def request():
+            with guard.request():
+                guard.run(run) if is_function else run()
+
+        report = report_of(request)
+    assert report.forward == 1 and "during batch_number=1\n" in str(report)
+
+
 class Filtered(Assembled):
     """Keeps the largest logits, as a sampler does."""
 
