@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.text import rounded
 from ..base.torch_ops import has, op_of, plain_name
 from ..guard.report.explanation import Explanation
+from ..guard.report.remedy import off_text
 from .bounds import tolerance
 from .explain_origin import explain_root_op
 from .op_call import OpCall
@@ -59,7 +59,7 @@ def find_hidden(
     distance = _distance(replayer)
     found.evidence.insert(1, _told(bad, table.ops, distance))
     if distance is None or distance <= tolerance(()):
-        told = "; ".join(map(str, found.evidence[:2]))
+        told = f"{bad.text}: {'; '.join(map(str, found.evidence[:2]))}"
         found = Explanation(notes=[f"Values within it were not finite: {told}."])
     return found, root_op
 
@@ -88,7 +88,7 @@ def far_text(replayer: Replayer) -> str:
 
 
 def _from_float32(distance: float | None) -> str:
-    return "" if distance is None else f"{rounded(100 * distance, 2)} % from float32"
+    return "" if distance is None else off_text(distance, "float32")
 
 
 def _distance(replayer: Replayer) -> float | None:

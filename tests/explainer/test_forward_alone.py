@@ -246,6 +246,25 @@ def test_an_inf_that_changes_little_is_a_note():
     found = explain(net.half(), torch.randn(3, 16).half() * 10)
     assert found.op is None and found.is_finite
     assert "hidden by aten.clamp" in found.notes[-1]
+    assert "were not finite: aten.addmm (" in found.notes[-1]
+
+
+class Apart(nn.Module):
+    """Keeps those that no other is near to, after shifts by their class."""
+
+    def forward(self, boxes, labels):
+        shifted = boxes + labels.to(boxes) * (boxes.max() + 1)
+        are_near = (shifted[:, None] - shifted).abs().clamp(max=2) < 1
+        return boxes[are_near.sum(1) < 2]
+
+
+def test_an_inf_that_changes_what_is_kept_is_named():
+    boxes = torch.tensor([5.0, 7.0, 2000.0, 2000.5])
+    labels = torch.tensor([0, 1, 42, 42])
+    found = explain(Apart(), (boxes.half(), labels))
+    assert (found.cause, found.is_finite) == ("range overflow", False)
+    assert found.op.code.strip().startswith("shifted = boxes")
+    assert "of another shape than in float32" in found.evidence[1]
 
 
 def test_an_inf_within_is_named_with_a_loss_as_without():

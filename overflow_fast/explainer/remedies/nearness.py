@@ -54,6 +54,8 @@ class Nearness:
     def distance(self, own: LastOutputs, others: Sequence[Patch] = ()) -> float | None:
         """The largest relative L2 difference of a tensor; None if it is not known.
 
+        It is inf for another shape, such as that of other boxes that are kept.
+
         Args:
             own: What a run has returned.
             others: The patches that each run has in place.
@@ -115,8 +117,10 @@ class Nearness:
 def _distance(
     own: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
 ) -> float | None:
-    if [t.shape for t in own] != [t.shape for t in reference]:
+    if len(own) != len(reference):  # it is not known
         return None
+    if [t.shape for t in own] != [t.shape for t in reference]:
+        return math.inf
     pairs = zip(own, reference, strict=True)
     found = [_difference(one.double(), true.double()) for one, true in pairs]
     return None if any(map(math.isnan, found)) else max(found, default=None)

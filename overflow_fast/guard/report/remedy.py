@@ -78,6 +78,18 @@ class Elsewhere:
         return f"{stay}, within 0.1 %"
 
 
+def off_text(error: float, wide: str) -> str:
+    """Describes how far an output is off that of a run in a wider dtype.
+
+    Args:
+        error: The relative difference; inf for another shape.
+        wide: The dtype.
+    """
+    if math.isinf(error):
+        return f"of another shape than in {wide}"
+    return f"{rounded(100 * error, 2)} % from {wide}"
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A change that was tried on the very step that is explained.
@@ -103,8 +115,9 @@ class Remedy:
         error: How far the loss is from that, relative to it; where the loss is right,
             and gradients are not, how far these are (L2 norm). Of a forward without
             backward, how far its output is from that of a run in float32, or of one in
-            float64 where nothing is half precision. None where the true loss is beyond
-            the dtype's maximum, which no remedy comes to, and where nothing is known.
+            float64 where nothing is half precision; inf for another shape. None where
+            the true loss is beyond the dtype's maximum, which no remedy comes to, and
+            where nothing is known.
         compared_with: The dtype of that run.
         where: The places of that output which are compared, in words, where the others
             are padding: nothing elsewhere reads what stands there. "" for all.
@@ -243,7 +256,7 @@ class Remedy:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
             but = "but " * bool(self.misses)
-            off = f"{rounded(100 * self.error, 2)} % from {self.compared_with}"
+            off = off_text(self.error, self.compared_with)
             clauses[0] += f", {but}{off} {self.where}".rstrip()
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
