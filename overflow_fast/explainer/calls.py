@@ -335,6 +335,12 @@ def loss_of_call(call: Call, output: Any) -> Any:
     return loss_in(output) if call.returns_loss else model_loss_in(output)
 
 
+def is_forward_alone(calls: Iterable[Call | None]) -> bool:
+    """True if no backward follows any of several calls, and no step: one is known."""
+    known = [call for call in calls if call is not None]
+    return bool(known) and all(call.has_backward is False for call in known)
+
+
 def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
     """The tensors that backward begins at, with their gradients.
 

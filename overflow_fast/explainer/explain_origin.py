@@ -25,7 +25,7 @@ from ..guard.report.findings import SEEN_IN_BACKWARD
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
 from .call_growth import CallGrowth, growth_of
-from .calls import Call, ModelCall
+from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import (
@@ -291,7 +291,8 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
     if leaf.kind == "batch":
         return _explain_batch(leaf, what, read_by, call)
     if is_weight:
-        return _explain_weight(leaf.kind, leaf.name, what, read_by)
+        is_alone = is_forward_alone([call])
+        return _explain_weight(leaf.kind, leaf.name, what, is_alone, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
         return _held("", "", text, notes.OUTSIDE_LOSS)
@@ -317,8 +318,11 @@ def _held(phase: str, name: str, text: str, *notes: str) -> Explanation:
 
 
 def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
-    """Explains an input: it is data, unless the training loop has computed it."""
-    name, tensor = leaf.name, leaf.tensor
+    """Explains an input: it is data, unless the program has computed it."""
+    name, tensor, is_alone = leaf.name, leaf.tensor, is_forward_alone([call])
+    caller, between = "the loop", notes.IN_LOOP
+    if is_alone:
+        caller, between = "the program", notes.BETWEEN_FORWARDS
     if call is not None:  # a replay may have been given a copy
         tensor = dict(call.leaves()).get(name, tensor)
     node, held = None if tensor is None else tensor.grad_fn, f"`{name}` held {what}"
@@ -326,7 +330,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
         last = re.sub(r"Backward\d*$", "", type(node).__name__)
         text = f"{held} when it was handed over{at}; code that was not replayed had "
         text += f"computed it (its last operation: {last})"
-        return _held("", name, text, notes.IN_LOOP)
+        return _held("", name, text, between)
     if call is not None and tensor is not None and call.was_written(tensor):
         began = f"{held} when the replay began{at}"
         return _held("", name, f"{began}; it was written to since the step began")
@@ -334,10 +338,10 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
         if name.startswith("batch"):  # else it is the program's own variable
             return _held("data", name, f"`{name}` holds {what}{at}")
         return _held("data", name, f"{held} before the forward{at}")
-    text = f"{held} when the model received it from the loop{at}"
+    text = f"{held} when the model received it from {caller}{at}"
     if call.follows_others:
-        text += "; the loop may have computed it from outputs of the forwards before"
-        return _held("", name, text, notes.IN_LOOP)
+        text += f"; {caller} may have computed it from outputs of the forwards before"
+        return _held("", name, text, between)
     return _held("data", name, text)
 
 
@@ -354,15 +358,20 @@ def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     return _held("data" if is_object else "weights", leaf.name, text)
 
 
-def _explain_weight(kind: str, name: str, what: str, at: str = "") -> Explanation:
-    """Explains a parameter or buffer that was bad before the step."""
-    return _held("weights", name, f"the {kind} {name} held {what} before the step{at}")
+def _explain_weight(
+    kind: str, name: str, what: str, is_alone: bool, at: str = ""
+) -> Explanation:
+    """Explains a parameter or buffer that was bad before the step, or the forward."""
+    unit = "forward" if is_alone else "step"
+    text = f"the {kind} {name} held {what} before the {unit}{at}"
+    return _held("weights", name, text)
 
 
 def first_bad_weight(
     models: Mapping[str, nn.Module],
     *kinds: str,
     masks: bool = False,
+    is_alone: bool = False,
     within: str | None = None,
 ) -> Explanation | None:
     """The explanation of the first parameter or buffer that is bad, or None.
@@ -371,6 +380,7 @@ def first_bad_weight(
         models: The models.
         kinds: What to look at.
         masks: Whether -inf counts.
+        is_alone: Whether a forward is explained that no step follows.
         within: The name of the module that has it, or its own; None for any.
     """
     named = [
@@ -381,7 +391,8 @@ def first_bad_weight(
     bad = bad_names([(name, tensor) for _, name, tensor in named], masks=masks)
     for kind, name, tensor in named:
         if name in bad:
-            return _explain_weight(kind, name, _counts(tensor, names_rows=True))
+            what = _counts(tensor, names_rows=True)
+            return _explain_weight(kind, name, what, is_alone)
     return None
 
 

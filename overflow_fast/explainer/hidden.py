@@ -10,15 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from ..base.text import rounded
 from ..base.torch_ops import has, op_of, plain_name
 from ..guard.report.explanation import Explanation
+from ..guard.report.remedy import off_text
 from .bounds import tolerance
 from .explain_origin import explain_root_op
 from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.nearness import Nearness
-from .replayer import Replayer, ReplayResult, StepPart
+from .replayer import LastOutputs, Replayer, ReplayResult, StepPart
 from .trace_back import RootOp
 
 _LARGE = 65504.0  # what half precision holds at most, and less than overflows
@@ -59,7 +59,7 @@ def find_hidden(
     distance = _distance(replayer)
     found.evidence.insert(1, _told(bad, table.ops, distance))
     if distance is None or distance <= tolerance(()):
-        told = "; ".join(map(str, found.evidence[:2]))
+        told = f"{bad.text}: {'; '.join(map(str, found.evidence[:2]))}"
         found = Explanation(notes=[f"Values within it were not finite: {told}."])
     return found, root_op
 
@@ -77,11 +77,27 @@ def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
     return _told(bad, table.ops, _distance(replayer))
 
 
+def far_text(replayer: Replayer) -> str:
+    """Describes how far a finite forward is from float32; "" if it is near to that.
+
+    Runs the forward as it is and in float32, where anything is half precision.
+    """
+    distance = _distance(replayer)
+    is_far = distance is not None and distance > tolerance(())
+    return f"its output is {_from_float32(distance)}" if is_far else ""
+
+
+def _from_float32(distance: float | None) -> str:
+    return "" if distance is None else off_text(distance, "float32")
+
+
 def _distance(replayer: Replayer) -> float | None:
     """How far a forward's output is from that in float32; None if it is not known."""
-    nearness = Nearness(replayer)
-    replayer.run(StepPart(), observers=[nearness])
-    return nearness.distance()
+    own, nearness = LastOutputs(), Nearness(replayer)
+    if nearness.wide != "float32":
+        return None
+    replayer.run(StepPart(), observers=[own])
+    return nearness.distance(own)
 
 
 def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
@@ -90,7 +106,7 @@ def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
     told = f"hidden{where}: the output is finite"
     if distance is None:
         return told
-    return f"{told} and {rounded(100 * distance, 2)} % from float32"
+    return f"{told} and {_from_float32(distance)}"
 
 
 def _saturates(hider: OpCall | None) -> bool:

@@ -31,7 +31,7 @@ class LongExplanation:
             return
         self._is_said = True
         _log.warning(
-            "The bad step is run again to find why it is non-finite: %.0f s so far. "
+            "What was non-finite is run again to find why: %.0f s so far. "
             "`budget=` limits it: %d forwards, and as many for remedies.",
             seconds,
             self._budget,

@@ -43,7 +43,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
 from .bad_step import outside_text
-from .calls import Call, name_outside
+from .calls import Call, is_forward_alone, name_outside
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
@@ -72,7 +72,8 @@ def _of_gradient(search: Search) -> bool:
 def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
     step = search.step
-    found = first_bad_weight(step.models, "parameter")
+    is_alone = is_forward_alone(search.replayer.calls)
+    found = first_bad_weight(step.models, "parameter", is_alone=is_alone)
     if found is None and step.kind == "weight":  # -inf, which no rule allows
         models, within = step.models, step.module
         found = first_bad_weight(models, "parameter", masks=True, within=within)
@@ -155,7 +156,7 @@ def _hidden(search: Search) -> Explanation | None:
 
     hidden = find_hidden(search.replayer, place, traced)
     if hidden is None:
-        return None
+        return _far(search)
     found, root_op = hidden
     if found.op is None:  # what is seen within it does no harm
         whole = _unwatched(search)
@@ -163,6 +164,20 @@ def _hidden(search: Search) -> Explanation | None:
         return whole
     search.try_remedies(found, root_op, traced, place)
     return found
+
+
+def _far(search: Search) -> Explanation | None:
+    """The explanation of a finite forward whose output is far from float32."""
+    from .hidden import far_text
+
+    first, calls = search.first, search.replayer.calls
+    is_asked = not first.has_backward and search.may_run(2 * len(calls))
+    text = far_text(search.replayer) if is_asked else ""
+    if not text:
+        return None
+    whole = _unwatched(search)
+    whole.evidence = [f"{each}, but {text}" for each in whole.evidence[:1]]
+    return whole
 
 
 def _is_finite(search: Search) -> bool:
@@ -176,11 +191,13 @@ def _is_finite(search: Search) -> bool:
 
 
 def _unwatched(search: Search) -> Explanation:
-    found = first_bad_weight(search.step.models, "parameter", "buffer")
+    is_alone = is_forward_alone(search.replayer.calls)
+    kinds = "parameter", "buffer"
+    found = first_bad_weight(search.step.models, *kinds, is_alone=is_alone)
     if found is not None:
         return found
     first = search.first
-    open_ends = [notes.NO_LOSS] * (not first.has_backward)
+    open_ends = [notes.NO_LOSS] * (not (first.has_backward or is_alone))
     if first.has_mask:
         return Explanation(notes=[notes.MASKED, *open_ends])
     what = "step" if first.has_backward else "forward"
@@ -442,7 +459,11 @@ FINITE: tuple[Question, ...] = (
     Question(
         "Was it a buffer, and was one bad before?",
         lambda search: search.step.kind == "buffer",
-        lambda search: first_bad_weight(search.step.models, "buffer"),
+        lambda search: first_bad_weight(
+            search.step.models,
+            "buffer",
+            is_alone=is_forward_alone(search.replayer.calls),
+        ),
     ),
     Question(
         "Was a gradient bad, and was no backward run?",

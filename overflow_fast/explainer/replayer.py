@@ -265,6 +265,21 @@ class ReplayResult:
         return not self.bad_outputs and bool(is_in_gradients)
 
 
+class LastOutputs(Observer):
+    """Keeps what the last call of a run has returned.
+
+    Attributes:
+        tensors: Its tensors of floats.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+
+    def on_output(self, call: Call, output: Any) -> None:
+        """See `Observer`."""
+        self.tensors = [each.detach().clone() for each in floats_in(output)]
+
+
 class OutputGradients(Observer):
     """Keeps the non-finite gradients that arrive at the outputs of one module.
 

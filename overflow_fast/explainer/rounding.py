@@ -27,6 +27,7 @@ from .halving import Halving
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .root_op import new_places
+from .tensor_kinds import index_at
 from .users_lines import op_at
 
 # Operations that are run before the others: of all that lost a value in
@@ -277,18 +278,14 @@ def _decisive_place(
     search = Halving(1 if is_there and is_finite(1) else len(changed))
     for half in search:
         search.note(is_finite(half.stop))
-    return _index_at(int(changed[search.place]), own)
+    return index_at(int(changed[search.place]), own.shape)
 
 
 def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:
     """Where a result was changed most by its rounding: what became 0 comes first."""
     error = (own - true).abs() / true.abs()
     error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
-    return _index_at(int(error.flatten().argmax()), own)
-
-
-def _index_at(place: int, of: torch.Tensor) -> tuple[int, ...]:
-    return tuple(int(i) for i in torch.unravel_index(torch.tensor(place), of.shape))
+    return index_at(int(error.flatten().argmax()), own.shape)
 
 
 # In words.

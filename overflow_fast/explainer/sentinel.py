@@ -11,7 +11,7 @@ import torch
 from ..base.text import dtype_name, rounded
 from .bounds import ODD_NUMBER, OUTLIER, PLACEHOLDER
 from .calls import Call
-from .tensor_kinds import as_wide, is_float
+from .tensor_kinds import as_wide, index_at, is_float
 
 # Numbers that programs write for a missing value, besides those of 9s: netCDF's fill
 # value of floats, other large ones, and the ends of int16.
@@ -55,8 +55,7 @@ def sentinel_in(call: Call, sample: int) -> Sentinel | None:
         most = float(others.max()) if others.numel() else 0.0
         what = _what(number, most, tensor.dtype)
         if what is not None:
-            index = torch.unravel_index(torch.tensor(place), own.shape)
-            at = [sample, *(int(i) for i in index)]
+            at = [sample, *index_at(place, own.shape)]
             size = f"at most {most:.3g} in magnitude" if most else "0"
             rest = f"its other numbers are {size}"
             text = f"`{name}` holds {number:.6g} at {at}{what}; {rest}"

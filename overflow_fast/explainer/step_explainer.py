@@ -311,8 +311,9 @@ class StepExplainer:
         watches = self._make_watches()
         are_seen = all(map(_has_finite_outputs, self._calls()))
         for watch, own in zip(watches, self._watches, strict=True):
-            num_calls = len(self._calls())
-            watch.begin_at(max(0, own.batch_number - num_calls))
+            before = own.batch_number - len(self._calls())
+            batches = {} if self._keeper is None else self._keeper.first_batches
+            watch.begin_at(max(0, batches.get(id(own), before)))
             watch.inputs.loop_batches = own.inputs.loop_batches
             watch.has_seen_loss = own.has_seen_loss
             watch.returns_loss = own.returns_loss

@@ -92,6 +92,22 @@ def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
 Index = tuple[int, ...]
 
 
+def index_at(place: int, shape: Sequence[int]) -> Index:
+    """The index of a value, by its place among all values of a tensor.
+
+    `torch.unravel_index` imports sympy, which takes seconds, in its first call.
+
+    Args:
+        place: Its place.
+        shape: The tensor's.
+    """
+    index = list[int]()
+    for size in reversed(shape):
+        place, last = divmod(place, size)
+        index.insert(0, last)
+    return tuple(index)
+
+
 def bad_places(
     tensor: torch.Tensor, nan_alone: bool = False
 ) -> tuple[Index, Index] | None:

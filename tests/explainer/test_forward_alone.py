@@ -11,6 +11,7 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import explain, keep_in_fp32
+from overflow_fast.base.text import rounded
 from overflow_fast.explainer.remedies.half_dtypes import span
 from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype
@@ -132,6 +133,88 @@ def test_an_output_far_from_float32s_is_no_cure():
     assert "from float32)" in str(found)
 
 
+class Scores(nn.Module):
+    def forward(self, x):
+        return torch.matmul(x, x.mT) / 16
+
+
+def test_the_distance_of_an_exact_form_is_that_of_its_own_output():
+    torch.manual_seed(0)
+    x = (torch.randn(6, 16) * 100).half()
+    first, *_ = explain(Scores().half(), x).remedies
+    assert first.text == "scale before the product"
+    true = x.float() @ x.float().mT / 16
+    assert first.error == pytest.approx(distance(x / 16 @ x.mT, true), rel=0.2)
+
+
+def test_a_batch_without_the_failing_sample_has_no_distance():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 4)).eval()
+    x = torch.randn(3, 16)
+    x[1] = 6e4
+    model[0].weight.data.abs_()
+    found = explain(model.half(), x.half())
+    of_data = [each for each in found.remedies if each.is_of_data]
+    assert of_data and all(each.error is None for each in of_data)
+    assert any(each.error is not None for each in found.remedies)
+
+
+class Standardized(nn.Module):
+    """Its variance may be below 0, where float32 rounds."""
+
+    def forward(self, x, least=None):
+        mean = x.mean(1, keepdim=True)
+        variance = (x * x).mean(1, keepdim=True) - mean * mean
+        variance = variance if least is None else variance.clamp(min=least)
+        return (x - mean) / (torch.sqrt(variance) + 1e-5)
+
+
+def test_a_remedy_of_float32_has_its_distance_from_float64():
+    torch.manual_seed(1)
+    x = torch.randn(3, 50, 8) - 5
+    x[2] = -15.942385 + 1e-5 * torch.randn(50, 8)
+    with torch.no_grad():
+        found = explain(Standardized(), x)
+    remedy = next(e for e in found.remedies if e.text.endswith("at least 1e-8"))
+    own, true = Standardized()(x, 1e-8), Standardized()(x.double())
+    assert remedy.error == pytest.approx(distance(own.double(), true), rel=0.01)
+    assert remedy.error > 0.1 and not remedy.is_recommended
+    assert "% from float64" in remedy.outcome
+
+
+class Rescaled(Assembled):
+    """Divides by how far two times are apart."""
+
+    def forward(self, x, before, now):
+        y = self.layer(x)
+        return y * (0.5 / (now - before))
+
+
+def test_an_infinite_result_is_not_cured_by_the_number_that_it_is_divided_by():
+    now = torch.tensor(0.3)
+    model = Rescaled(layer=nn.Linear(4, 4))
+    with torch.no_grad():
+        found = explain(model, (torch.ones(3, 4), now, now))
+    guessed = [each for each in found.remedies if "divide by" in each.text]
+    assert guessed and all("numbers up to" in each.breaks for each in guessed)
+    assert not any(each.is_recommended for each in found.remedies)
+    assert found.notes[-1].startswith("The result is infinite in exact arithmetic")
+
+
+class Weighted(Assembled):
+    def forward(self, x):
+        return self.layer(x) * torch.rsqrt(x.square().mean(-1, keepdim=True))
+
+
+def test_a_number_in_an_infinite_results_place_helps_where_a_factor_is_0():
+    x = torch.full((3, 4), 0.1)
+    x[1] = 0
+    with torch.no_grad():
+        found = explain(Weighted(layer=nn.Linear(4, 4, bias=False)), x)
+    assert found.remedies[0].text == "add 1e-8 inside the rsqrt"
+    assert found.remedies[0].is_recommended
+
+
 class Rms(nn.Module):
     def forward(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -163,6 +246,25 @@ def test_an_inf_that_changes_little_is_a_note():
     found = explain(net.half(), torch.randn(3, 16).half() * 10)
     assert found.op is None and found.is_finite
     assert "hidden by aten.clamp" in found.notes[-1]
+    assert "were not finite: aten.addmm (" in found.notes[-1]
+
+
+class Apart(nn.Module):
+    """Keeps those that no other is near to, after shifts by their class."""
+
+    def forward(self, boxes, labels):
+        shifted = boxes + labels.to(boxes) * (boxes.max() + 1)
+        are_near = (shifted[:, None] - shifted).abs().clamp(max=2) < 1
+        return boxes[are_near.sum(1) < 2]
+
+
+def test_an_inf_that_changes_what_is_kept_is_named():
+    boxes = torch.tensor([5.0, 7.0, 2000.0, 2000.5])
+    labels = torch.tensor([0, 1, 42, 42])
+    found = explain(Apart(), (boxes.half(), labels))
+    assert (found.cause, found.is_finite) == ("range overflow", False)
+    assert found.op.code.strip().startswith("shifted = boxes")
+    assert "of another shape than in float32" in found.evidence[1]
 
 
 def test_an_inf_within_is_named_with_a_loss_as_without():
@@ -175,7 +277,30 @@ def test_an_inf_within_is_named_with_a_loss_as_without():
 
 
 def test_what_is_finite_within_as_well_has_run_once():
-    assert explain(nn.Linear(4, 4).half(), torch.ones(2, 4).half()).replays == 1
+    assert explain(nn.Linear(4, 4), torch.ones(2, 4)).replays == 1
+
+
+class Turned(nn.Module):
+    """Turns by an angle of a position, of which half precision rounds a part away."""
+
+    def forward(self, x, position):
+        angle = position.to(x.dtype) * torch.tensor([1.0, 0.37]).to(x.dtype)
+        return x * angle.cos()
+
+
+def test_a_finite_output_that_rounding_has_changed_is_said_to_be_far():
+    net, x, at = Turned(), torch.ones(3, 2), torch.tensor(1857)
+    true = net(x, at)
+    found = explain(net, (x.bfloat16(), at))
+    off = 100 * distance(net(x.bfloat16(), at), true)
+    assert found.is_finite and off > 10
+    assert f"but its output is {rounded(off, 2)} % from float32" in str(found)
+
+
+@pytest.mark.parametrize("budget", [1, 8])
+def test_a_finite_output_that_is_near_is_not_said_to_be_far(budget):
+    found = explain(Turned(), (torch.ones(3, 2).half(), torch.tensor(3)), budget=budget)
+    assert found.evidence == ["the forward is finite when it is run"]
 
 
 def test_infs_of_a_mask_are_not_hidden_ones():

@@ -80,6 +80,33 @@ def test_the_import_loads_nothing_else():
     assert loaded.strip() == "['overflow_fast'] False"
 
 
+LOST = """
+import sys, torch, overflow_fast
+from torch import nn
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        centred = x - x.mean(1, keepdim=True)
+        variance = (x * x).mean(1, keepdim=True) - x.mean(1, keepdim=True) ** 2
+        return centred / torch.sqrt(variance)
+
+torch.manual_seed(1)
+x = torch.randn(3, 50, 8) - 5
+x[2] = -15.942385 + 1e-5 * torch.randn(50, 8)
+found = overflow_fast.explain(Scaled(), x)
+assert found.cause == "rounding" and found.lost_by is not None, found
+x = torch.ones(3, 8) + 1e30 * torch.eye(3, 8)
+with torch.no_grad():
+    found = overflow_fast.explain(Scaled(), x[..., None] ** 2)
+print("sympy" in sys.modules)
+"""
+
+
+def test_an_explanation_does_not_import_sympy():
+    code = [sys.executable, "-W", "ignore", "-c", LOST]
+    assert subprocess.check_output(code, text=True) == "False\n"
+
+
 def test_each_name_can_be_the_first(fresh):
     for name in {path: name for name, path in overflow_fast._MODULES.items()}.values():
         assert fresh(f"from overflow_fast import {name}") == ""

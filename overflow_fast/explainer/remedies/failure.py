@@ -7,14 +7,16 @@ what it knows of the step. Where a remedy uncovers another failure in the same s
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ...base.text import dtype_name
+from ...guard.report.causes import UNDEFINED
 from ...guard.report.explanation import Explanation
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call
@@ -27,6 +29,12 @@ from ..torch_calls import TorchCall
 from ..trace_back import RootOp
 from ..wider import HALF
 from .true_step import InFloat64, in_float64
+
+
+def largest_in(ops: Iterable[OpCall]) -> float:
+    """The largest finite magnitude in the results of operations; 0 for none."""
+    sizes = (op.abs_max or 0.0 for op in ops)
+    return max(filter(math.isfinite, sizes), default=0.0)
 
 
 @dataclass
@@ -49,6 +57,7 @@ class Failure:
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
+        largest: The largest finite magnitude in results up to the operation.
         loss: The loss of the step, where it is finite; else None.
         met: The forward operation whose derivative was the first to be non-finite,
             where a tensor of the batch was so before.
@@ -75,6 +84,7 @@ class Failure:
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None
+    largest: float = 0.0
     usual_loss: float | None = None
     usual_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -128,6 +138,7 @@ class Failure:
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table),
+            largest=largest_in(table.ops[: op.index]),
         )
 
     @property
@@ -144,6 +155,13 @@ class Failure:
         """True if the call that failed was given complex numbers."""
         values = [value for call in self.failing_calls for value in call.inputs]
         return any(value.dtype.is_complex for value in values)
+
+    @property
+    def is_at_pole(self) -> bool:
+        """True if the result is infinite in exact arithmetic, such as that of 1 / 0."""
+        op, is_open = self.found.op, self.found.cause == UNDEFINED.name
+        true_value = None if op is None else op.true_value
+        return is_open and true_value is not None and math.isinf(true_value)
 
     @property
     def half(self) -> torch.dtype | None:

@@ -115,7 +115,8 @@ def _around(failure: Failure, model: nn.Module, prefix: str) -> Iterator[Trial]:
     name = failure.found.module.removeprefix(prefix)
     while name:
         if name in modules and has_forward(modules[name]):
-            code = f'overflow_fast.keep_in_fp32({code_name(prefix)}, ["{name}"])'
+            model_name, which = code_name(prefix)
+            code = f'overflow_fast.keep_in_fp32({model_name}, ["{name}"]){which}'
             remedy = Remedy(f"run {name} in float32", code, modules=(name,))
             yield Trial(remedy, Float32Modules(prefix, (name,)))
         name = name.rpartition(".")[0]
@@ -135,11 +136,11 @@ def _spans(failure: Failure, model: nn.Module, prefix: str) -> Iterator[Trial]:
         is_beside = is_within(order[0], until.rpartition(".")[0])
         if not (is_beside and is_normalization(modules[until])):
             continue
-        names = span(order, until, called)
+        names, (model_name, which) = span(order, until, called), code_name(prefix)
         kept = shortened(names, list(modules))
         remedy = Remedy(
             f"run in float32 from {names[0]} up to {until}",
-            f"overflow_fast.keep_in_fp32({code_name(prefix)}, {kept}, until={[until]})",
+            f"overflow_fast.keep_in_fp32({model_name}, {kept}, until={[until]}){which}",
             modules=tuple(names),
             until=(until,),
         )
@@ -170,10 +171,17 @@ def span(order: Sequence[str], until: str, called: Container[str]) -> list[str]:
     return list(found)
 
 
-def code_name(prefix: str) -> str:
-    """The name that code has for a model, by what its modules' names begin with."""
+def code_name(prefix: str) -> tuple[str, str]:
+    """The name that code has for a model, and a comment that says which of several.
+
+    The program has another name for one of a pipeline's, a dict's or a list's.
+
+    Args:
+        prefix: What the names of its modules begin with.
+    """
     name = prefix.rstrip(".")
-    return name if name.isidentifier() else "model"
+    which = f"  # `{name}` of the guard's models" if name else ""
+    return name if name.isidentifier() else "model", which
 
 
 def _is_cast(failure: Failure) -> bool:
@@ -195,4 +203,4 @@ def _bfloat16_text(failure: Failure, trials: Trials) -> tuple[str, str]:
         return "use bfloat16 for the inputs", "\n".join(casts)
     text = f"use bfloat16 for the model{' and its inputs' * bool(names)}"
     code = list(map(code_name, models))
-    return text, "\n".join([*(f"{m}.to(torch.bfloat16)" for m in code), *casts])
+    return text, "\n".join([*(f"{m}.to(torch.bfloat16){w}" for m, w in code), *casts])

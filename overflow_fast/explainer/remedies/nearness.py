@@ -1,7 +1,9 @@
-"""How near a forward's output with a remedy is to that of a run in float32.
+"""How near a forward's output with a remedy is to that of a run in a wider dtype.
 
 A forward without a backward is good for its output alone: one that is finite and far
-from what float32 gives is as wrong as a nan, and harder to see.
+from what a wider dtype gives is as wrong as a nan, and harder to see. That is float32
+where anything is half precision. Else it is float64, in which a step is run for its
+true loss anyway.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ import torch
 
 from ...base.modules import tensors_of
 from ..bounds import tolerance
-from ..calls import Call
-from ..replayer import Observer, Patch, Replayer, StepPart
-from ..tensor_kinds import floats_in
+from ..replayer import LastOutputs, Patch, Replayer, ReplayResult, StepPart
 from ..wider import HALF
 from .padding import Padding, find_padding
 from .patches import Eagerly, InDtype
@@ -24,57 +24,68 @@ from .patches import Eagerly, InDtype
 _IN_FLOAT32 = InDtype(torch.float32)
 
 
-class Nearness(Observer):
-    """Measures what the last call of a run returns against its output in float32.
+class Nearness:
+    """Measures what the last call of a run returns against its output in a wider dtype.
 
     Args:
         replayer: Runs the calls.
+
+    Attributes:
+        wide: The name of that dtype.
     """
 
     def __init__(self, replayer: Replayer) -> None:
         self._replayer = replayer
-        self._outputs: list[torch.Tensor] = []
+        self.wide = "float32" if self._has_half() else "float64"
         self._reference: list[torch.Tensor] | None = None
         self._padding: Padding | None = None
         self._has_looked_for_padding = False
 
-    def on_output(self, call: Call, output: Any) -> None:
-        """See `Observer`."""
-        self._outputs = [each.detach().clone() for each in floats_in(output)]
+    @property
+    def has_true_output(self) -> bool:
+        """True if the output in float64 is known, and is what is compared with."""
+        return bool(self._reference) and self.wide == "float64"
 
-    def distance(self, others: Sequence[Patch] = ()) -> float | None:
-        """The largest relative L2 difference of a tensor of the run that was seen.
+    def note_in_float64(self, result: ReplayResult, outputs: LastOutputs) -> None:
+        """Takes in a run in float64, which tells nothing where it is not finite."""
+        if result.error is None and result.is_clean and self.wide == "float64":
+            self._reference = outputs.tensors
 
-        None where that is not known: where nothing is half precision, or float32 is
-        not finite either.
+    def distance(self, own: LastOutputs, others: Sequence[Patch] = ()) -> float | None:
+        """The largest relative L2 difference of a tensor; None if it is not known.
+
+        It is inf for another shape, such as that of other boxes that are kept.
 
         Args:
+            own: What a run has returned.
             others: The patches that each run has in place.
         """
-        if self._reference is None:
+        if self._reference is None and self.wide == "float32":
             self._reference = self._in_float32(others)
-        return _distance(self._outputs, self._reference)
+        return _distance(own.tensors, self._reference or [])
 
     def judged(
-        self, patches: Sequence[Patch], others: Sequence[Patch]
+        self, own: LastOutputs, patches: Sequence[Patch], others: Sequence[Patch]
     ) -> dict[str, Any]:
         """The fields of a remedy that say how far off the last output is.
 
         Args:
+            own: What the run with it has returned.
             patches: The remedy.
             others: The patches that each run has in place.
         """
-        distance = self.distance(others)
+        distance = self.distance(own, others)
         dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
         most, where = tolerance(dtypes), ""
         if distance is not None and distance > most:
-            padding = self._found_padding(others)
+            padding = self._found_padding(others) if self.wide == "float32" else None
             if padding is not None and self._reference is not None:
-                pair = self._outputs, self._reference
+                pair = own.tensors, self._reference
                 distance = _distance(*(list(map(padding.read, each)) for each in pair))
                 where = padding.where
         is_far = distance is not None and distance > most
-        return {"error": distance, "misses": "output" * is_far, "where": where}
+        found = {"error": distance, "misses": "output" * is_far, "where": where}
+        return {**found, "compared_with": self.wide}
 
     def _found_padding(self, others: Sequence[Patch]) -> Padding | None:
         if not self._has_looked_for_padding:
@@ -87,14 +98,11 @@ class Nearness(Observer):
         return self._padding
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
-        if not self._has_half():
-            return []
-        own = self._outputs
+        found = LastOutputs()
         # Compiled code has casts of its own, which no autocast changes any more.
         patches = [*others, Eagerly(), _IN_FLOAT32]
-        result = self._replayer.run(StepPart(), patches, [self])
-        found, self._outputs = self._outputs, own
-        return found if result.is_clean else []
+        result = self._replayer.run(StepPart(), patches, [found])
+        return found.tensors if result.error is None and result.is_clean else []
 
     def _has_half(self) -> bool:
         calls = self._replayer.calls
@@ -109,8 +117,10 @@ class Nearness(Observer):
 def _distance(
     own: Sequence[torch.Tensor], reference: Sequence[torch.Tensor]
 ) -> float | None:
-    if [t.shape for t in own] != [t.shape for t in reference]:
+    if len(own) != len(reference):  # it is not known
         return None
+    if [t.shape for t in own] != [t.shape for t in reference]:
+        return math.inf
     pairs = zip(own, reference, strict=True)
     found = [_difference(one.double(), true.double()) for one, true in pairs]
     return None if any(map(math.isnan, found)) else max(found, default=None)

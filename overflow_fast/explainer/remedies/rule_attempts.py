@@ -162,7 +162,9 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     largest = _largest_divisor(op)
     helped = set[str]()
     for failed in failure.failing_calls:
-        for rule in [] if trials.is_settled else GUARDS:
+        for rule in GUARDS:
+            if trials.is_settled:
+                return
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
             if is_below and "y + EPS" in rule.new:

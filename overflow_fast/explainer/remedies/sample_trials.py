@@ -13,7 +13,7 @@ import torch
 
 from ...base.tree import tensors
 from ...guard.report.remedy import Remedy
-from ..calls import Call, ModelCall, batch_size
+from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..sentinel import outlier_in
 from .failure import Failure
 from .patches import ClampedBatch, SomeSamples, WithoutNumber
@@ -113,7 +113,8 @@ def _dropping_code(call: Call, mask: str) -> str:
                 + (f"[{kept}]" if type(value) is list else f"tuple({kept})")
             )
     if isinstance(call, ModelCall):
-        lines[-1] += "  # and what belongs to it, such as labels"
+        labels = ", such as labels" * (not is_forward_alone([call]))
+        lines[-1] += f"  # and what belongs to it{labels}"
     return "\n".join(lines)
 
 

@@ -15,16 +15,25 @@ from ...guard.process import own_rank, world_size
 from ...guard.report.notes import NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bad_step import outside_text
-from ..bounds import GRADIENT, LOSS
+from ..bounds import GRADIENT, LOSS, POLE
 from ..calls import Call, name_outside
 from ..named_tensors import magnitudes_of, state_by_name
-from ..replayer import Patch, Replayer, ReplayResult, StepPart, patched_calls
+from ..op_table import OpTable
+from ..replayer import (
+    LastOutputs,
+    Observer,
+    Patch,
+    Replayer,
+    ReplayResult,
+    StepPart,
+    patched_calls,
+)
 from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
-from .failure import Failure
+from .failure import Failure, largest_in
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .step_after import grown_buffer, nonfinite_after
@@ -144,6 +153,10 @@ def in_wider(patch: Patch) -> list[InWider]:
 # Chosen, not measured; other ranks wait meanwhile.
 STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
+_AT_POLE = (
+    "The result is infinite in exact arithmetic, and a number in its place decides all "
+    "that follows: mend what it was given."
+)
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 
@@ -178,7 +191,7 @@ class Trials:
         notes: Why something could not be tried, in sentences.
         applied: The patches that are in place.
         failed: What did not help besides them, with the call that was bad then.
-        is_settled: Guarded forms are worse than a remedy that was found.
+        is_settled: Further guarded forms are worse than one that was tried.
         torch_calls: The torch calls of the step without any patch.
     """
 
@@ -286,15 +299,19 @@ class Trials:
         same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
-        stays = self._failure.stays_within
-        place = self._failure.place if stays else -1
+        stays, is_guess = self._failure.stays_within, self._is_guess(applied)
+        place = self._failure.place if stays or is_guess else -1
         module = self._failure.within if stays else None
-        result = self.run(patches, place) if result is None else result
+        # Of a run that was made before, and of another batch, no distance is known.
+        has_distance = result is None and all(each.is_same_step for each in patches)
+        nearness, outputs = self._nearness if has_distance else None, LastOutputs()
+        observers = [outputs] * (nearness is not None)
+        result = result or self.run(patches, place, observers)
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
-        left = result.table.bad_within(module) if result.table else []
+        left = result.table.bad_within(module) if stays and result.table else []
         is_finite = result.is_clean and not left
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
@@ -329,9 +346,15 @@ class Trials:
         remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
+        if is_finite and is_guess and result.table is not None:
+            leap = self._leap(applied, result.table)
+            remedy = replace(remedy, breaks=remedy.breaks or leap)
+            self.is_settled |= bool(leap)  # smaller numbers make larger ones
+            self.notes += [_AT_POLE] * (bool(leap) and _AT_POLE not in self.notes)
         is_known = result.has_backward or remedy.true_loss is not None
-        if is_finite and self._nearness is not None and not is_known:
-            remedy = replace(remedy, **self._nearness.judged(patches, self._others))
+        if is_finite and nearness is not None and not is_known:
+            near = nearness.judged(outputs, patches, self._others)
+            remedy = replace(remedy, **near)
         self.tried.append(Tried(patches, remedy))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended
@@ -351,7 +374,10 @@ class Trials:
             self.replayer.state.begin()
             self._buffers = magnitudes_of(self.replayer.models, "buffer")
         left = grown_buffer(self._buffers, after)
-        if self.truth is None and all(each.is_exact for each in applied.trials):
+        is_known = self.truth is not None or (
+            self._nearness is not None and self._nearness.has_true_output
+        )
+        if not is_known and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
@@ -384,6 +410,30 @@ class Trials:
         moved = [each for patch in of_calls for each in patch.moved.values()]
         return max(moved, default=0.0) or None
 
+    def _is_guess(self, applied: AppliedPatches) -> bool:
+        """True if a number is tried where the result is infinite in exact arithmetic.
+
+        A training's loss and gradients show what such a number makes of the step.
+        """
+        is_last = self._failure.place == len(self.replayer.calls) - 1
+        is_exact = all(each.is_exact for each in applied.trials)
+        is_of_calls = bool(applied.keys) and not is_exact
+        return self._is_alone and self._failure.is_at_pole and is_last and is_of_calls
+
+    def _leap(self, applied: AppliedPatches, table: OpTable) -> str:
+        """Describes the size of what such a number has made, or ""."""
+        changed = [op.torch_call for op in table.ops]
+        is_own = [call is not None and call.key in applied.keys for call in changed]
+        first = is_own.index(True) if True in is_own else len(is_own)
+        pairs = zip(table.ops[first:], is_own[first:], strict=True)
+        # A factor that is 0 may make 0 of it; its own size counts where it is returned.
+        following = [op for op, is_changed in pairs if not is_changed]
+        largest = largest_in(following or table.ops[first:])
+        usual = self._failure.largest
+        if not POLE.is_passed(largest, usual):
+            return ""
+        return f"numbers up to {largest:.3g} follow, after at most {usual:.3g}"
+
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.
 
@@ -397,7 +447,10 @@ class Trials:
         if not self.may_run():
             found.notes += [NOT_IN_FLOAT64] * (NOT_IN_FLOAT64 not in found.notes)
         else:
-            result = self.run_part(StepPart(), [wide, *patches])
+            outputs = LastOutputs()
+            result = self.run([wide, *patches], observers=[outputs])
+            if self._nearness is not None:
+                self._nearness.note_in_float64(result, outputs)
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
             loss = loss_of(result)
@@ -410,14 +463,15 @@ class Trials:
         outside = self.replayer.calls[result.bad_call].computed_outside()
         return next((name for name, tensor in outside if kinds_of(tensor)), "")
 
-    def run(self, patches: Sequence[Patch], traced: int = -1) -> ReplayResult:
-        """Replays the step with patches; see `Replayer.run()`."""
-        return self.run_part(StepPart(traced, has_calls=traced >= 0), patches)
-
-    def run_part(self, part: StepPart, patches: Sequence[Patch]) -> ReplayResult:
-        """Replays a part of the step with patches."""
+    def run(
+        self,
+        patches: Sequence[Patch],
+        traced: int = -1,
+        observers: Sequence[Observer] = (),
+    ) -> ReplayResult:
+        """Replays the step with patches, under observers; see `Replayer.run()`."""
+        part = StepPart(traced, has_calls=traced >= 0)
         from_loss = [FromLoss()] * self._drops_gradients
-        observers = [] if self._nearness is None else [self._nearness]
         patches = [*self._others, *patches, *from_loss]
         return self.replayer.run(part, patches, observers)
 

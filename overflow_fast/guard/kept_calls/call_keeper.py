@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from types import FrameType
@@ -71,11 +71,15 @@ class CallKeeper:
         left: The gradients that the last bad step has left.
         left_over: Those of them that nobody has cleared or written to before the step's
             first forward, by name, with that step.
+        first_batches: The number of each watch's first forward in what is run again, by
+            the watch's id, where these are not the last that it has seen.
         clean: The last call of the last clean step, with `marks_of` its function; None
             if its batch is not kept.
         recent: Of the last call of each of the last clean steps, and of the last
             forward in it, some values of each tensor; the oldest step first.
     """
+
+    first_batches: Mapping[int, int] = {}
 
     def __init__(self, start: RestorePoint) -> None:
         self.start = start

@@ -8,14 +8,20 @@ from ..verdict.verdict import BadEntry, NonModuleOrigin, Origin, Verdict
 _FEW = 4  # names in a sentence; chosen
 
 
-def who_made_it(first: BadEntry, verdict: Verdict) -> str:
-    """Writes the origin of the first bad value, as far as it is known."""
+def who_made_it(first: BadEntry, verdict: Verdict, unit: str) -> str:
+    """Writes the origin of the first bad value, as far as it is known.
+
+    Args:
+        first: The first bad value.
+        verdict: The verdict.
+        unit: What is judged, such as "step".
+    """
     if first.not_scanned:
         return "It is not known whether its values are finite."
-    return " ".join([_sentence(first, verdict), *verdict.origin.remarks])
+    return " ".join([_sentence(first, verdict, unit), *verdict.origin.remarks])
 
 
-def _sentence(first: BadEntry, verdict: Verdict) -> str:
+def _sentence(first: BadEntry, verdict: Verdict, unit: str) -> str:
     origin, maker = verdict.origin, verdict.origin.maker
     if origin.how == "made":
         but = exceptions(verdict)
@@ -29,7 +35,7 @@ def _sentence(first: BadEntry, verdict: Verdict) -> str:
             return f"{capitalized(maker)}."
         return f"It was already non-finite when {first.place} read it: {maker}."
     if origin.how == "given":
-        return f"It was non-finite before the step: it came from {maker}."
+        return f"It was non-finite before the {unit}: it came from {maker}."
     if origin.how == "unclear":
         return f"Which code produced it is not known: {maker}."
     if first.kind == "input" and origin.source == "caller":

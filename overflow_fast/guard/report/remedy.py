@@ -78,6 +78,18 @@ class Elsewhere:
         return f"{stay}, within 0.1 %"
 
 
+def off_text(error: float, wide: str) -> str:
+    """Describes how far an output is off that of a run in a wider dtype.
+
+    Args:
+        error: The relative difference; inf for another shape.
+        wide: The dtype.
+    """
+    if math.isinf(error):
+        return f"of another shape than in {wide}"
+    return f"{rounded(100 * error, 2)} % from {wide}"
+
+
 @dataclass(frozen=True)
 class Remedy:
     """A change that was tried on the very step that is explained.
@@ -102,17 +114,21 @@ class Remedy:
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
             and gradients are not, how far these are (L2 norm). Of a forward without
-            backward, how far its output is from one in float32. None where the true
-            loss is beyond the dtype's maximum, which no remedy comes to, and where
-            nothing is known.
+            backward, how far its output is from that of a run in float32, or of one in
+            float64 where nothing is half precision; inf for another shape. None where
+            the true loss is beyond the dtype's maximum, which no remedy comes to, and
+            where nothing is known.
+        compared_with: The dtype of that run.
         where: The places of that output which are compared, in words, where the others
             are padding: nothing elsewhere reads what stands there. "" for all.
         misses: "loss", "gradients" or "output", where that is more than rounding
             explains.
         breaks: What is wrong though the step is finite, in words: the loss, or a
             gradient, is 1e5 times as large as the largest seen last and not known to be
-            right, the optimizer's step makes something non-finite, or the last clean
-            batch is not finite with it. Then it is no remedy. "" for nothing.
+            right, the optimizer's step makes something non-finite, the last clean
+            batch is not finite with it, or a forward has numbers of another size where
+            the call is infinite in exact arithmetic. Then it is no remedy. "" for
+            nothing.
         leaves: The buffer that is a thousand times as large after the step with it, as
             the statistics of a batch norm, in words; or "".
         elsewhere: What it changes where nothing fails; None where it was not measured.
@@ -141,6 +157,7 @@ class Remedy:
     why: str = ""
     true_loss: float | None = None
     error: float | None = None
+    compared_with: str = "float32"
     where: str = ""
     misses: str = ""
     breaks: str = ""
@@ -239,8 +256,8 @@ class Remedy:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
             but = "but " * bool(self.misses)
-            off = f"{rounded(100 * self.error, 2)} % from float32 {self.where}"
-            clauses[0] += f", {but}{off.strip()}"
+            off = off_text(self.error, self.compared_with)
+            clauses[0] += f", {but}{off} {self.where}".rstrip()
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:

@@ -56,6 +56,8 @@ class ReportText:
         report: The report.
     """
 
+    unit = "step"  # what is judged
+
     def __init__(self, report: ReportData) -> None:
         self.report = report
         self.verdict, self.explanation = report.verdict, report.explanation
@@ -201,12 +203,12 @@ class ReportText:
             # Inputs are scanned when a call ends: one whose write torch did not see
             # may have been finite before.
             is_open = self.origin.how == "given" and self._is_noted(OVERWRITTEN)
-            return _WRITTEN if is_open else who_made_it(first, self.verdict)
+            return _WRITTEN if is_open else who_made_it(first, self.verdict, self.unit)
         if found is not None and found.phase == "optimizer":
             return ""  # its step was made again: what it may come from was tried
         is_given = self.origin.how == "given" and not self._is_written_in_step
         if is_given and not self._is_settled and not self._is_of_sample:
-            return who_made_it(first, self.verdict)
+            return who_made_it(first, self.verdict, self.unit)
         # The masks are those of the first bad call: not of another maker.
         but = exceptions(self.verdict) if self.origin.how == "made" else ""
         given = [f"Given to {self.origin.maker}: {but}."] if but else []

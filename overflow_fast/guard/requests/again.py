@@ -159,8 +159,13 @@ class KeptCalls:
     left_over: Mapping[str, int] = {}
     recent: Sequence[tuple[Samples, Samples]] = ()
 
-    def __init__(self, calls: list[KeptCall], start: ForwardStart | None) -> None:
-        self.calls, self.start = calls, start
+    def __init__(
+        self,
+        calls: list[KeptCall],
+        start: ForwardStart | None,
+        first_batches: Mapping[int, int],
+    ) -> None:
+        self.calls, self.start, self.first_batches = calls, start, first_batches
 
 
 class RequestAgain:
@@ -214,7 +219,9 @@ class RequestAgain:
         try:
             seen = self._ask(lambda explainer: explainer.look_again(found), is_same)
         except Exception as error:
-            return found.with_note(f"The step was not run again: {error_line(error)}.")
+            return found.with_note(
+                f"The request was not run again: {error_line(error)}."
+            )
         if seen is None:
             return found.with_note(self._busy)
         # Behind the models, where modules show nothing.
@@ -323,17 +330,20 @@ class RequestAgain:
         """The calls to make again: the function, or the bad forward."""
         request = self._request
         calls: list[KeptCall] = []
-        start = None
+        start, batches = None, {}
+        if request.frames:
+            watch = request.frames[0].watch
+            batches = {id(watch): request.frames[0].frame.batch}
         if request.bad is not None:
             call, start = request.bad.again(request.zeroed)
             call.follows_others = request.forward > 0
             calls = [call]
         if request.function is not None:
             request.function.forwards = calls
-            calls = [request.function]
+            calls, batches = [request.function], request.first_batches
         for call in calls:
             call.raised = request.raised
-        return KeptCalls(calls, start)
+        return KeptCalls(calls, start, batches)
 
 
 def _places_of(verdict: Verdict) -> list[_Place]:

@@ -13,6 +13,7 @@ from ..verdict.bad_frames import BadFrame
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
 from .row_order import RowOrder
+from .written_infs import WrittenInfs
 
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 
@@ -23,6 +24,7 @@ class Request:
     Args:
         number: Its number, from 0.
         ids: The program's names of those it is for, one a row; None for none.
+        written: The infs that are none of a bad forward.
 
     Attributes:
         number, ids: The same.
@@ -42,12 +44,16 @@ class Request:
             have sorted the rows, with its place; or "".
         zeroed: What that forward or a later one has left non-finite in tensors that it
             was given, with 0 for it: a replay begins with these.
+        first_batches: The number of each watch's first forward, by the watch's id.
         is_left_out: It is one that a schedule leaves out.
         is_over: It has ended: forwards that still run in other threads are not of it.
+        is_answered: It was answered before it is explained.
         seconds: What the guard has taken in its forwards.
     """
 
-    def __init__(self, number: int, ids: Sequence[object] | None) -> None:
+    def __init__(
+        self, number: int, ids: Sequence[object] | None, written: WrittenInfs
+    ) -> None:
         self.number = number
         self.ids = None if ids is None else list(ids)
         self.num_forwards = 0
@@ -60,9 +66,11 @@ class Request:
         self.raised: type[Exception] | None = None
         self.order: RowOrder | None = None
         self.sorted_by = ""
-        self.is_left_out = self.is_over = False
+        self.is_left_out = self.is_over = self.is_answered = False
         self.seconds = 0.0
+        self.first_batches: dict[int, int] = {}
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._written = written
         self._given: list[torch.Tensor] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
         self.lock = threading.RLock()
@@ -80,6 +88,7 @@ class Request:
     def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds a forward that has ended."""
         self.add(watch, batch, call)
+        self.first_batches.setdefault(id(watch), batch)
         if not self.num_forwards and self.order is not None:
             self.sorted_by = self.order.sorted_by()
             self._given = [] if call is None else call.rows_of(len(self.ids or ()))
@@ -115,11 +124,15 @@ class Request:
         found = watch.frames.take_of(mine)
         if not found or self.frames:
             return
+        frames = [BadFrame(watch, frame) for frame in found]
         first = min(found, key=lambda frame: frame.order)
         batch = watch.frames.batch_of(first)
-        self.forward, self.bad = self._recent[id(watch), batch]
-        found += watch.take_weights(batch)
-        self.frames = [BadFrame(watch, frame) for frame in found]
+        forward, call = self._recent[id(watch), batch]
+        output = self.output if call is None else call.output
+        if self._written.are_all(frames, output):
+            return
+        frames += [BadFrame(watch, frame) for frame in watch.take_weights(batch)]
+        self.forward, self.bad, self.frames = forward, call, frames
 
     def end(self) -> None:
         """Lets go of its forwards."""

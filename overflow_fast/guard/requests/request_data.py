@@ -22,6 +22,7 @@ class RequestData(ReportData):
     are_requests_known: bool = True
     poisoned: dict[str, list[int] | None] = field(default_factory=dict)
     left_by: str = ""
+    is_served = False  # all that is bad is -inf that code has written; no field
 
     def match_rows(self, are_repeated: bool | None = None) -> None:
         """Finds the requests of the rows.

@@ -57,6 +57,7 @@ from .left_state import LeftState
 from .request import Request
 from .request_report import RequestReport
 from .row_order import RowOrder
+from .written_infs import WrittenInfs
 
 # Seconds for a moment without forwards before a replay. With less, a busy server waits
 # for more runs of explanations; with more, an explanation comes later. Chosen.
@@ -100,6 +101,8 @@ class Requests:
         self._left = LeftState(watches)
         for watch in () if has_optimizer else watches:
             watch.inputs.caller = "the program"
+        self._written = WrittenInfs()
+        self._is_asked = callable(config.on_overflow)
         self._gate = Gate(_WAIT)
         self.forwards = Forwards(
             *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
@@ -182,7 +185,7 @@ class Requests:
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             self._replays.are_of_one = False
-        return Request(self._numbers.begin(), ids)
+        return Request(self._numbers.begin(), ids, self._written)
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""
@@ -326,6 +329,7 @@ class Requests:
     def _search_late(self, again: RequestAgain, unit: Unit, request: Request) -> None:
         """Searches what has made the program raise, and logs it."""
         error, unit.error, unit.policy = unit.error, None, "warn"
+        request.is_answered = True
         again.go_on()
         with self._lock, self._isolation.isolated():
             known = again.search(error)
@@ -345,7 +349,8 @@ class Requests:
         if request.bad is not None and self._may_replay and request.function is None:
             request.zeroed = request.bad.left_bad()
         unit.made = functools.partial(self._report_of, request, left)
-        unit.noted, unit.line = functools.partial(self._note, unit), _line
+        unit.noted = functools.partial(self._note, unit, request)
+        unit.line = _line
 
     def _report_of(
         self, request: Request, left: Mapping[str, list[int] | None], plain: Report
@@ -353,17 +358,32 @@ class Requests:
         plain.not_covered = self._pipeline.coverage().gaps()
         return RequestReport.of(plain, request, left, self._left.known)
 
-    def _note(self, unit: Unit, report: Report) -> None:
+    def _note(self, unit: Unit, request: Request, report: Report) -> None:
         """Takes in what was found: what the request has left is known from now on."""
         assert isinstance(report, RequestReport)
         report.note_explained()
         self._left.note(report.poisoned, report.subject)
+        if self._is_written(request, unit, report):
+            unit.policy = report.action = "warn"
+            report.is_served = True
         again = unit.again
         if isinstance(again, RequestAgain):
             again.note(report)
             if again.is_due:
+                request.is_answered = True
                 explain = functools.partial(self._explain_late, again, unit, report)
                 self._replays.later.start(explain)
+
+    def _is_written(self, request: Request, unit: Unit, report: Report) -> bool:
+        """True if all that is bad are infs that code has written, and it is served."""
+        if self._is_asked or unit.error is not None:
+            return False
+        output, is_last = request.output, request.function is not None
+        if request.bad is not None:
+            output = request.bad.output if output is None else output
+            is_last |= request.forward == request.num_forwards - 1
+        is_all = self._written.note(report, unit.frames, output)
+        return is_all and is_last and not request.is_answered
 
 
 def _line(report: Report) -> str:

@@ -1,6 +1,8 @@
 """Forwards without autograd: whose request is bad, and why."""
 
+import contextvars
 import logging
+import re
 import sys
 import threading
 import time
@@ -11,6 +13,7 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.explainer import long_explanation
 from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.watching import watch as watching
 
@@ -53,6 +56,44 @@ def test_a_forward_without_autograd_is_a_request(as_kept):
     as_kept(report.explanation)
     for word in ("the loss", "Step", "without autograd", "optimizer"):
         assert word not in text
+
+
+TRAINING = re.compile(r"\b(step|loop|loss|labels|training|[Bb]ackward)\b")
+
+
+def left_in_a_weight(net):
+    net[0].weight.data[1] = NAN
+    return rows_bad()
+
+
+def large_in_a_row(net):
+    net[0].weight.data[:, 0] = 3e38
+    x = rows_bad()
+    x[1, 0] = 1e3
+    return x
+
+
+@pytest.mark.parametrize(
+    "fails", [lambda net: rows_bad(1), left_in_a_weight, large_in_a_row]
+)
+def test_a_request_is_not_told_of_training(fails, caplog, monkeypatch):
+    monkeypatch.setattr(long_explanation, "LONG_SECONDS", 0.0)
+    net = make_net()
+    x = fails(net)
+    with OverflowGuard(net):
+        report = report_of(lambda: net(x))
+        text = f"{report}\n{caplog.text}\n" + "\n".join(
+            map(str, report.explanation.remedies)
+        )
+    assert not TRAINING.findall(text), text
+
+
+def test_what_is_computed_between_forwards_is_to_be_run_by_the_guard():
+    net, other = make_net(), nn.Linear(4, 4)
+    x = other(torch.ones(3, 4)) * NAN
+    with OverflowGuard(net):
+        report = report_of(lambda: net(x))
+    assert report.explanation.notes[-1].endswith("within `guard.run(lambda: ...)`.")
 
 
 def test_rows_are_named_by_the_ids_of_a_request(as_kept):
@@ -884,3 +925,99 @@ def test_a_token_id_is_no_index_of_a_dataset():
         report = report_of(lambda: net(torch.tensor([1, 2, 5])))
     sample = report.explanation.sample
     assert int(sample) == 2 and sample.dataset is None
+
+
+@pytest.mark.parametrize("is_function", [False, True])
+def test_a_forward_has_its_own_number_where_it_is_run_again(is_function):
+    net = make_net()
+    net[2].weight.data.fill_(1e38)
+
+    def run():
+        return [net(rows_bad() * factor) for factor in (0, 1e30, 0, 0)]
+
+    with OverflowGuard(net, watch="tripwire") as guard:
+
+        def request():
+            with guard.request():
+                guard.run(run) if is_function else run()
+
+        report = report_of(request)
+    assert report.forward == 1 and "during batch_number=1\n" in str(report)
+
+
+class Filtered(Assembled):
+    """Keeps the largest logits, as a sampler does."""
+
+    def forward(self, x):
+        logits = self.layer(x)
+        least = logits.topk(2).values[..., -1:]
+        return self.last(logits.masked_fill(logits < least, -torch.inf))
+
+
+def make_filtered(last=None):
+    torch.manual_seed(0)
+    return Filtered(layer=nn.Linear(4, 8), last=last or nn.Identity()).eval()
+
+
+@pytest.mark.parametrize("watch", [(), ("tripwire",)])
+def test_infs_that_code_has_written_are_served_and_logged_once(watch, caplog):
+    net, served = make_filtered(), []
+    with OverflowGuard(net, **({"watch": watch[0]} if watch else {})), torch.no_grad():
+        served += [net(rows_bad()) for _ in range(3)]
+        report_of(lambda: net(rows_bad(1)))  # as it was
+    assert all(each.isneginf().sum() == 18 for each in served)
+    lines = [e.getMessage() for e in caplog.records if "writes -inf" in e.getMessage()]
+    assert len(lines) == 1 and "allow={" in lines[0]
+
+
+class Softened(nn.Module):
+    def forward(self, x):
+        return x + x.sum(-1, keepdim=True)  # -inf, each value
+
+
+def test_rows_without_a_finite_value_are_not_served():
+    net = make_filtered(Softened())
+    with OverflowGuard(net):
+        for _ in range(2):
+            report_of(lambda: net(rows_bad()))
+
+
+def test_a_request_with_written_infs_is_not_served_where_a_later_forward_is_bad():
+    net = make_filtered()
+    with OverflowGuard(net) as guard:
+
+        def run(*batches):
+            with guard.request():
+                for each in batches:
+                    net(each)
+
+        report_of(lambda: run(rows_bad(), rows_bad(1)))  # the second is not looked at
+        with torch.no_grad():
+            run(rows_bad(), rows_bad())
+        assert report_of(lambda: run(rows_bad(), rows_bad(1))).forward == 1
+
+
+def test_a_request_that_was_answered_before_is_not_said_to_be_served():
+    net = make_filtered()
+    with OverflowGuard(net) as guard, torch.no_grad():
+        with guard.request():  # another one, which would wait
+            context = contextvars.Context()
+            report = context.run(report_of, lambda: net(rows_bad()))
+            assert "once it is answered" in report.notes[0]
+            guard._parts.requests.finish()
+            assert report.explanation.cause == "mask" and report.action == "raise"
+            assert "It is served" not in str(report)
+            context.run(net, rows_bad())  # is known now
+
+
+def test_a_callable_is_asked_about_infs_that_code_has_written():
+    asked, net = [], make_filtered()
+
+    def policy(report):
+        asked.append(report)
+        return "warn"
+
+    with OverflowGuard(net, on_overflow=policy), torch.no_grad():
+        for _ in range(2):
+            net(rows_bad())
+    assert len(asked) == 2

@@ -127,8 +127,10 @@ def test_the_model_of_a_pipeline_is_named_and_cured():
     assert found.remedies[0].code == (
         "overflow_fast.keep_in_fp32(vae, ['decoder.up_blocks.1.conv', "
         "'decoder.up_blocks.2'], until=['decoder.conv_norm_out'])"
+        "  # `vae` of the guard's models"
     )
-    assert found.remedies[1].code.startswith("vae.to(torch.bfloat16)")
+    line, *_ = found.remedies[1].code.splitlines()
+    assert line == "vae.to(torch.bfloat16)  # `vae` of the guard's models"
 
 
 def test_an_object_without_models_is_refused(as_kept):
