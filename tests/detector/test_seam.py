@@ -169,9 +169,9 @@ def test_the_training_loop_is_no_module_of_that_name(as_kept):
     origin = Origin("passed_on", "caller", name, [NonModuleOrigin(name)])
     of_loop = Verdict(first=first, origin=origin)
     of_module = Verdict(first=first, origin=replace(origin, candidates=[name]))
-    as_kept(who_made_it(first, of_loop))
-    as_kept(who_made_it(first, pickle.loads(pickle.dumps(of_loop))))
-    as_kept(who_made_it(first, of_module))
+    as_kept(who_made_it(first, of_loop, "step"))
+    as_kept(who_made_it(first, pickle.loads(pickle.dumps(of_loop)), "step"))
+    as_kept(who_made_it(first, of_module, "step"))
 
 
 def test_settings_are_not_known_by_their_text(as_kept):

@@ -116,6 +116,7 @@ class Requests:
         self._lock = threading.RLock()  # held while a request is judged
         self._thread = 0  # the first one that has run a request
         self._open: weakref.WeakSet[Request] = weakref.WeakSet()
+        self._open_lock = threading.Lock()  # others begin while one is looked for
 
     def __deepcopy__(self, memo: object) -> Requests:
         return self  # that of a copied guard is made anew with its first request
@@ -244,7 +245,8 @@ class Requests:
             frame: Of the code that has begun it.
         """
         request = self._new(ids)
-        self._open.add(request)
+        with self._open_lock:
+            self._open.add(request)
         if request.ids:
             request.order = RowOrder(frame)
         if self._schedule.left_out_by(request.number):
@@ -273,7 +275,8 @@ class Requests:
                 watch.frames.receive(is_lagged=False)
                 request.collect(watch)
         request.end()
-        self._open.discard(request)
+        with self._open_lock:
+            self._open.discard(request)
         with self._lock:
             try:
                 self._judge(request, error)
@@ -306,7 +309,8 @@ class Requests:
 
     def _is_serving(self, request: Request) -> bool:
         """True if others than one request are served: they would wait for its end."""
-        others = set(self._open) - {request, *requests_around(self)}
+        with self._open_lock:
+            others = set(self._open) - {request, *requests_around(self)}
         is_serving = bool(others) or not self._gate.is_free or is_in_event_loop()
         self._replays.are_of_one &= not is_serving
         return is_serving
