@@ -18,9 +18,9 @@ from .tensor_kinds import is_float
 # of at most 35 that ran before it. Larger models put more between. With less, the
 # operation that lost a value is not found; more takes as much memory and time.
 _MOST_CALLS = 1024
-# Of one that is asked about. More take as long in float64 as a step of a small model;
-# what was lost further back the whole step in float64 tells, without its operation.
-_MOST_BEFORE = 32
+# Of one that is asked about, as long in float64 as a step of a small model. With 32 a
+# cosine that was rounded before an angular margin was not found.
+_MOST_BEFORE = 96
 _MOST_NUMEL = 2**25  # of all results that they hold, and of all that is copied
 
 
