@@ -420,6 +420,8 @@ class ModelWatch(StepHooks):
         They were written to past their version counters. All are listed again in the
         next one. Incurs the sync.
         """
+        if not (self.is_served and self.wanted.weights):
+            return []  # each forward has listed all, or none
         self.recorder.forget_parameters_but_of(batch)
         self.recorder.is_evaluation = True
         self._scan_weights(batch)

@@ -118,6 +118,21 @@ def test_an_evaluation_of_a_model_that_is_trained_scans_them_each_time():
         assert scans(guard, lambda: forward(model)) == first
 
 
+def test_a_bad_request_of_a_model_that_is_trained_scans_them_once():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def request():
+        with guard.request():
+            forward(model)
+
+    with OverflowGuard(model, optimizer, "warn", explain=False) as guard:
+        first = scans(guard, request)
+        model[2].weight.data[0, 0] = NAN
+        assert scans(guard, request) == first
+    assert guard.last_report is not None
+
+
 def test_weights_that_another_thread_has_scanned_are_known():
     model = net()
     with OverflowGuard(model) as guard:
