@@ -563,6 +563,22 @@ def test_warnings_are_heard_of_the_step_alone(monkeypatch):
     assert [str(each) for each in heard] == ["once"]
 
 
+def test_handlers_that_logging_has_lost_sight_of_are_told_nothing(world, monkeypatch):
+    """As those are that were there before `logging.config.dictConfig()`."""
+    logger, kept = logging.Logger("of a program"), logging.Logger.callHandlers
+    before = world.log.tell()
+    logger.addHandler(logging.StreamHandler(world.log))
+    monkeypatch.setattr(logging, "_handlerList", [])
+    with EffectRule().applied(60):
+        logger.warning("twice")
+        logger.addHandler(logging.StreamHandler(world.log))
+        logger.warning("twice")
+    assert world.log.tell() == before
+    assert logging.Logger.callHandlers is kept
+    logger.warning("once")
+    assert world.log.tell() == before + 2 * len("once\n")
+
+
 def test_a_lock_that_is_held_for_a_moment_is_waited_for(world):
     def let_go():
         time.sleep(0.02)

@@ -26,9 +26,9 @@ def _attributes(stream: Any) -> dict[str, Any] | None:
 class Quiet:
     """Drops what threads that replay write to the terminal, warn of, or log.
 
-    The streams of the process, what shows warnings and the handlers of `logging` are
-    for all threads: each asks which thread it is, as long as one replays. A stream does
-    so by a method of its own, whatever name the program has kept it by.
+    The streams of the process, what shows warnings and what gives a record to handlers
+    are for all threads: each asks which thread it is, as long as one replays. A stream
+    does so by a method of its own, whatever name the program has kept it by.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Quiet:
         # The attributes of each stream, those that it has meanwhile, and had before.
         self._streams: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         self._through: list[tuple[io.TextIOWrapper, bool]] = []
-        self._handlers: list[logging.Handler] = []
+        self._call_handlers: tuple[Any, Any] = (None, None)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -103,11 +103,10 @@ class Quiet:
         self._show = vars(warnings)["_showwarnmsg"]
         self._shown_by = _sinks()
         vars(warnings)["_showwarnmsg"] = self._show_warning
-        handlers: Any = vars(logging)["_handlerList"]  # weak references
-        found = [reference() for reference in handlers]
-        self._handlers = [each for each in found if each is not None]
-        for handler in self._handlers:
-            handler.addFilter(self._is_told)
+        # Not the handlers: `logging` loses sight of them where it is configured anew.
+        logger: Any = logging.Logger
+        self._call_handlers = logger.callHandlers, self._told(logger.callHandlers)
+        logger.callHandlers = self._call_handlers[1]
 
     def _end(self) -> None:
         self._is_applied = False
@@ -123,9 +122,11 @@ class Quiet:
             with contextlib.suppress(Exception):  # it may be closed
                 text.reconfigure(write_through=was_through)
         vars(warnings)["_showwarnmsg"] = self._show
-        for handler in self._handlers:
-            handler.removeFilter(self._is_told)
-        self._streams, self._through, self._handlers = [], [], []
+        logger: Any = logging.Logger
+        call_handlers, told = self._call_handlers
+        if logger.callHandlers is told:
+            logger.callHandlers = call_handlers
+        self._streams, self._through = [], []
 
     def _muted(self, method: Callable[..., Any], counts: bool) -> Callable[..., Any]:
         """A stream's method that does nothing in threads that replay.
@@ -153,8 +154,14 @@ class Quiet:
         if is_caught or not self._is_dropped():
             self._show(message)
 
-    def _is_told(self, record: logging.LogRecord) -> bool:
-        return not self._is_dropped()
+    def _told(self, call_handlers: Callable[..., None]) -> Callable[..., None]:
+        """`Logger.callHandlers`, which does nothing in threads that replay."""
+
+        def call(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if not self._is_dropped():
+                call_handlers(logger, record)
+
+        return call
 
 
 def _sinks() -> tuple[Any, Any]:
