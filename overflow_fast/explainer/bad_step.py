@@ -114,11 +114,3 @@ class BadStep:
     def num_forwards(self) -> int:
         """How many forwards were run."""
         return sum(each.num_forwards for each in self.replayers)
-
-
-def outside_text(name: str) -> str:
-    """Returns, as a clause, that code outside of `guard.run()` computed a tensor."""
-    return (
-        f"`{name}` was computed outside of the function of `guard.run()`, by code that "
-        "was not replayed with it: call the model within that function"
-    )

@@ -42,7 +42,6 @@ from ..guard.report.remedy import Remedy
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
-from .bad_step import outside_text
 from .calls import Call, is_forward_alone, name_outside
 from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
@@ -281,7 +280,7 @@ def _doubt(search: Search) -> str:
             "forward"
         )
     name = name_outside(replayer.calls)
-    return outside_text(name) if name else ""
+    return notes.COMPUTED_OUTSIDE.format(name) if name else ""
 
 
 def _again(search: Search) -> Explanation:

@@ -3,7 +3,7 @@
 1. `ReplayCheck` watches a replay as the step was watched, and compares the extremes of
    each call and of each gradient of a call's outputs: the first that differs is named.
 2. `SameStep` is of the program's own lines, which may not be the step: see
-   `own_lines.py`. It compares the inputs and the random states of the models' forwards,
+   `loss_call.py`. It compares the inputs and the random states of the models' forwards,
    and the loss and the graph of it.
 """
 

@@ -20,7 +20,7 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
-from .bad_step import BadStep, outside_text
+from .bad_step import BadStep
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op, tell_float64
@@ -173,7 +173,7 @@ class Search:
             name = name_outside(self.replayer.calls)
             if name and notes.OUTSIDE_LOSS in found.notes:  # some of it was
                 place = found.notes.index(notes.OUTSIDE_LOSS)
-                text = outside_text(name)
+                text = notes.COMPUTED_OUTSIDE.format(name)
                 found.notes[place] = f"{NOT_THE_LOSS} with it: {text}."
         return found
 

@@ -17,14 +17,9 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.findings import OWN_LINES
 from ..torch_internals.compiler import has_compiled
 from .bad_step import BadStep
-from .own_lines import (
-    GradientCode,
-    LossCall,
-    LossLine,
-    advice,
-    find_gradient_code,
-    find_loss_line,
-)
+from .gradient_lines import GradientCode, find_gradient_code
+from .loss_call import LossCall
+from .loss_line import LossLine, advice, find_loss_line
 from .questions import TREE
 from .replayer import Observer, StepPart
 from .search import Search

@@ -12,9 +12,8 @@ import torch
 from ...base.text import error_line
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
-from ...guard.report.notes import NOT_IN_FLOAT64, SPENT
+from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
-from ..bad_step import outside_text
 from ..bounds import GRADIENT, LOSS, POLE
 from ..calls import Call, name_outside
 from ..named_tensors import magnitudes_of, state_by_name
@@ -316,7 +315,7 @@ class Trials:
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
         if given:  # it is what it was, whatever the remedy has changed
-            note = f"No remedy could be tried: {outside_text(given)}."
+            note = f"No remedy could be tried: {COMPUTED_OUTSIDE.format(given)}."
             self.notes += [note] * (note not in self.notes)
             return False
         if result.error is not None:
@@ -327,7 +326,11 @@ class Trials:
         if is_finite and not is_whole:
             if not self.notes:  # loss and backward were not replayed
                 name = name_outside(self.replayer.calls)
-                why = f" ({outside_text(name)})" if name else f": use `{USE_RUN}`"
+                why = (
+                    f" ({COMPUTED_OUTSIDE.format(name)})"
+                    if name
+                    else f": use `{USE_RUN}`"
+                )
                 first = remedy.code.partition("\n")[0]
                 code = f" (`{first}`)" if first else ""
                 self.notes.append(

@@ -27,6 +27,10 @@ NO_CALLS = (
     "and the loss within `guard.run(lambda: loss)`."
 )
 UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
+COMPUTED_OUTSIDE = (
+    "`{}` was computed outside of the function of `guard.run()`, by code that was not "
+    "replayed with it: call the model within that function"
+)
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (

@@ -1,0 +1,168 @@
+"""The program's line that computes what `backward()` is called on, and advice on it.
+
+It is found by the names that are written in the running code. Calls none of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from ..base.modules import modules_in
+from .running_code import (
+    BACKWARDS,
+    FUNCTIONS,
+    is_within,
+    names_in,
+    running_code,
+    targets_of,
+    variables_of,
+)
+from .users_lines import Site
+
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+UNNAMED = "the_loss"  # a variable for a loss that has none
+_MOST_CODE = 200  # characters of a line that advice writes out
+_DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
+_INDIRECT = (
+    "The loss is computed at {place}: `{name} = {code}`. Call the model and that line "
+    "in one function, and that by `{name} = guard.run(function)`."
+)
+
+
+def losses_in(around: ast.AST) -> list[ast.expr]:
+    """The expressions that backward is called on, or with, in the order of lines."""
+    found = list[ast.expr]()
+    calls = [n for n in ast.walk(around) if isinstance(n, ast.Call)]
+    for call in sorted(calls, key=lambda each: each.lineno):
+        if getattr(call.func, "attr", "") in BACKWARDS:
+            func: Any = call.func
+            of: Any = call.args[0] if call.args else func.value
+            is_scaled = isinstance(of, ast.Call) and len(of.args) == 1
+            if is_scaled and getattr(of.func, "attr", "") == "scale":  # GradScaler's
+                of = of.args[0]
+            found.append(of)
+    return found
+
+
+@dataclass(frozen=True)
+class LossLine:
+    """The code that computes what backward was called on.
+
+    Attributes:
+        frame: The running code that called backward.
+        variables: Its local variables, as they are now.
+        source: The text of its file.
+        around: Its function in that text, or the whole file.
+        backward: What backward is called on: a variable, or another expression.
+    """
+
+    frame: FrameType
+    variables: Mapping[str, Any]
+    source: str
+    around: ast.AST
+    backward: ast.expr
+
+    @property
+    def is_held(self) -> bool:
+        """True if a variable has the loss."""
+        return isinstance(self.backward, ast.Name)
+
+    @property
+    def name(self) -> str:
+        """The variable of the loss."""
+        return self.backward.id if isinstance(self.backward, ast.Name) else UNNAMED
+
+    @property
+    def others(self) -> set[str]:
+        """The other expressions that the function calls backward on."""
+        return set(map(ast.dump, losses_in(self.around))) - {ast.dump(self.backward)}
+
+    @property
+    def assignment(self) -> ast.Assign | None:
+        """The one assignment to it that does not go on from its value, or None."""
+        own = self.name
+        found = [n for n in _own_statements(self.around) if own in targets_of(n)]
+        first = [n for n in found if own not in names_in(n, ast.Load)]
+        is_plain = all(
+            isinstance(getattr(n, "targets", [0])[0], ast.Name) for n in found
+        )
+        if len(first) != 1 or not is_plain or not isinstance(first[0], ast.Assign):
+            return None
+        given = first[0].value.args if isinstance(first[0].value, ast.Call) else []
+        reads = any(names_in(each, ast.Load) for each in given or [first[0].value])
+        return first[0] if reads or len(found) == 1 else None  # else others add to it
+
+
+def _own_statements(around: ast.AST) -> Iterator[Any]:
+    """Yields the statements of a function, without those of functions within it."""
+    for each in ast.iter_child_nodes(around):
+        if isinstance(each, BLOCKS):
+            yield each
+            if not isinstance(each, (*FUNCTIONS, ast.ClassDef)):
+                yield from _own_statements(each)
+
+
+def find_loss_line() -> LossLine | None:
+    """Finds the line that computed the loss, or returns None. Calls no program code."""
+    loss: Any = None
+    for frame, source, around in running_code():
+        of: ast.expr | None
+        if loss is None:
+            before = [n for n in losses_in(around) if n.lineno <= frame.f_lineno]
+            of = before[-1] if before else None
+        else:
+            of = _given_in(around, frame, loss)
+        if of is None:
+            continue
+        line = LossLine(frame, variables_of(frame), source, around, of)
+        is_assigned = (
+            line.name in targets_of(each) for each in _own_statements(around)
+        )
+        if not line.is_held or any(is_assigned):
+            return line
+        loss = line.variables.get(line.name)  # an argument: its caller computed it
+    return None
+
+
+def _given_in(around: ast.AST, frame: FrameType, loss: Any) -> ast.Name | None:
+    """The variable with the loss in the call of a frame that runs."""
+    held = variables_of(frame)
+    for each in ast.walk(around):
+        if isinstance(each, ast.Call) and is_within(frame.f_lineno, each):
+            for name in each.args:
+                if isinstance(name, ast.Name) and held.get(name.id) is loss:
+                    return name
+    return None
+
+
+def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
+    """Describes what to change for the loss to be replayed, or returns ""."""
+    assigned = line.assignment
+    if assigned is None or line.others:
+        return ""  # which loss was bad is not known
+    code = ast.get_source_segment(line.source, assigned.value) or ""
+    if not code or "\n" in code or len(code) > _MOST_CODE or ".run(" in code:
+        return ""
+    called = [n.func for n in ast.walk(assigned.value) if isinstance(n, ast.Call)]
+    around = {**line.frame.f_globals, **line.variables}
+    values = [_value(each, around) for each in called]
+    held = {e for v in values if isinstance(v, nn.Module) for e in modules_in(v)}
+    form = _DIRECT if held & set(models) else _INDIRECT
+    place = Site(line.frame.f_code, assigned.lineno, 0).text
+    return form.format(name=line.name, code=code, place=place)
+
+
+def _value(node: ast.AST, around: Mapping[str, Any]) -> Any:
+    """The value of `a.b.c`, without running code of the program."""
+    if isinstance(node, ast.Attribute):
+        of = _value(node.value, around)
+        own = getattr(of, "__dict__", {}).get("_modules", {})
+        return own.get(node.attr) or inspect.getattr_static(of, node.attr, None)
+    return around.get(node.id) if isinstance(node, ast.Name) else None
