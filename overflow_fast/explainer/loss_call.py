@@ -21,7 +21,8 @@ from torch import nn
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.held_function import data_in
 from .ambient import with_autocast_of_now
-from .calls import Call, Captured, ModelCall
+from .calls import Call, ModelCall
+from .captured import Captured
 from .loss_line import BLOCKS, UNNAMED, LossLine
 from .replay_check import SameStep, UncertainError
 from .running_code import (

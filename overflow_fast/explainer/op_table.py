@@ -29,7 +29,8 @@ from ..base.tensors import are_plain, is_whole
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
-from .leaves import Leaf, LeafMap
+from .leaf_map import LeafMap
+from .leaves import Leaf
 from .mask_counts import MaskCounts
 from .meant_infs import is_meant, returns_meant
 from .memory import StorageMap
