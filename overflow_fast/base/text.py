@@ -21,6 +21,7 @@ import sys
 import textwrap
 import traceback
 import unicodedata
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -242,11 +243,29 @@ def _begin_lines(record: logging.LogRecord) -> bool:
     return True
 
 
+_DISABLED = (
+    "The logger `overflow_fast` is disabled: reports are not seen. dictConfig() and "
+    "fileConfig() of logging.config disable all loggers that exist, but for those "
+    "that they name, without disable_existing_loggers=False."
+)
+
+
 class _Unfailing(logging.Logger):
     """A logger that an error of a handler, a filter or a record factory does not leave.
 
-    Reports are logged between a decision and what it leads to.
+    Reports are logged between a decision and what it leads to. That it is disabled is
+    warned of once: to configure logging does so to all loggers that exist.
     """
+
+    _is_told = False
+
+    def isEnabledFor(self, level: int) -> bool:
+        """True if what is logged at a level is handed on."""
+        if self.disabled and level >= logging.WARNING and not self._is_told:
+            self._is_told = True
+            with contextlib.suppress(Exception):  # a warning may be an error
+                warnings.warn(_DISABLED, stacklevel=3)
+        return super().isEnabledFor(level)
 
     def makeRecord(self, *args: Any, **kwargs: Any) -> logging.LogRecord:
         """Makes a record; a plain one where the program's factory raises."""

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import warnings
 
 import pytest
 
@@ -53,3 +54,23 @@ def test_other_loggers_are_left_alone(caplog):
     logging.getLogger("overflow_fast.mine").warning("x")
     logging.getLogger().warning("y")
     assert caplog.messages == ["x", "y"]
+
+
+def test_that_it_is_disabled_is_warned_of_once(written, monkeypatch, as_kept):
+    monkeypatch.setattr(log, "disabled", True)  # as `logging.config.dictConfig()` does
+    monkeypatch.setattr(log, "_is_told", False)
+    with pytest.warns(UserWarning) as warned:
+        for level in (logging.INFO, logging.WARNING, logging.ERROR):
+            log.log(level, "x")
+    (only,) = warned
+    as_kept(only.message)
+    assert only.filename == __file__
+    assert written.getvalue() == ""
+
+
+def test_a_warning_that_is_an_error_does_not_leave_it(monkeypatch):
+    monkeypatch.setattr(log, "disabled", True)
+    monkeypatch.setattr(log, "_is_told", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        log.warning("x")
