@@ -401,7 +401,7 @@ _NEVER_OPENED = (
     *(weakref.ReferenceType, weakref.ProxyType, weakref.CallableProxyType),
     *(nn.Module, torch.Generator, torch.Size),
 )
-_IS_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+_IS_OF_C = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, which no class statement sets
 
 
 class TypeLayout(NamedTuple):
@@ -477,7 +477,7 @@ def _has_dict(kind: type) -> bool:
 def _slots(kind: type) -> Iterable[tuple[str, int]]:
     """Yields the slots of the classes written in Python, those of bases first."""
     for place, base in reversed(list(enumerate(kind.__mro__))):
-        if base.__flags__ & _IS_HEAP_TYPE and "__slots__" in vars(base):
+        if "__slots__" in vars(base):
             for name, found in vars(base).items():
                 if isinstance(found, types.MemberDescriptorType):
                     yield name, place
@@ -1060,4 +1060,4 @@ class Rebuilding:
 
 def solid_base(kind: type) -> Any:
     """The first of a type's bases that is written in C."""
-    return next(base for base in kind.__mro__ if not base.__flags__ & _IS_HEAP_TYPE)
+    return next(base for base in kind.__mro__ if base.__flags__ & _IS_OF_C)
