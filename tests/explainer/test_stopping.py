@@ -39,6 +39,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import overflow_fast
 from overflow_fast.explainer.effects.lookups import places_of
 from overflow_fast.explainer.effects.rule import EffectRule, StoppedError
 from overflow_fast.explainer.op_table import OpTable
@@ -420,20 +421,27 @@ EFFECTS = {
 }
 
 
+# As a replay does: the line of a `with` belongs to the package, and is not watched.
+OF_PACKAGE = {}
+RUN = "def run(rule, seconds, code, world):\n with rule.applied(seconds): code(world)"
+exec(compile(RUN, overflow_fast.__file__, "exec"), OF_PACKAGE)
+
+
 @pytest.mark.parametrize(
     ("words", "code"),
     [(words, code) for words, codes in EFFECTS.items() for code in codes],
 )
 def test_it_ends_before_an_effect(words, code, world):
     before = world.state()
+    seconds = SHORT if "took far" in words else 60
     with pytest.raises(StoppedError, match=words) as stopped:
-        with EffectRule([world.items]).applied(SHORT if "took far" in words else 60):
-            code(world)
+        OF_PACKAGE["run"](EffectRule([world.items]), seconds, code, world)
     assert ", test_stopping.py:" in str(stopped.value) or "was run again" in str(
         stopped.value
     )
     assert world.state() == before
-    assert next(world.generator) < 3  # it lives
+    # It lives. A comprehension that is no frame of its own takes one item more.
+    assert next(world.generator) < (3 if sys.version_info < (3, 12) else 4)
 
 
 def test_a_loop_of_a_library_ends_without_a_call(tmp_path, monkeypatch):
