@@ -150,9 +150,7 @@ class Ledger:
         skipper = unit.skipped_by or None
         line = _Line(unit.number, skipper, unit.left_out.total)
         is_over = unit.kind.moment == "after"
-        if not unit.kind.is_in_row:
-            self._write_line(line)
-        elif unit.hook is None or is_over:
+        if unit.hook is None or is_over:
             self.num_bad_in_row, self._line = 0, None
             self._write_line(line)
         else:  # a round has one line
@@ -162,6 +160,10 @@ class Ledger:
             self._line = line
         if unit.hook is not None:
             self.rounds.note(unit.hook, bool(skipper), False, is_over)
+
+    def end_finite_request(self, number: int, num_left_out: int) -> None:
+        """Ends a finite request, whose line is its own."""
+        self._write_line(_Line(number, None, num_left_out))
 
     def skip_finite(self, unit: Unit, hook: OptimizerHook, notes: list[str]) -> Report:
         """Counts a finite step that a monitor skips.

@@ -39,7 +39,7 @@ class Ambient:
         types = ("cpu", *dict.fromkeys(device.type for device in devices))
         self.autocast = autocast_of(types)
         self.caches = torch.is_autocast_cache_enabled()
-        self.shares_buffers = getattr(model, "require_forward_param_sync", None)
+        self.shares_buffers = vars(model).get("require_forward_param_sync")
 
 
 def autocast_of(types: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:

@@ -40,7 +40,10 @@ _BEGUN: ContextVar[Begun | None] = ContextVar("overflow_fast", default=None)
 
 def request_of(owner: object) -> Any:
     """The request that this code is in, of one owner; None if it is in none."""
-    return next(requests_around(owner), None)
+    each = _BEGUN.get()
+    while each is not None and each.owner is not owner:
+        each = each.before
+    return None if each is None else each.request
 
 
 def requests_around(owner: object) -> Iterator[Any]:

@@ -89,14 +89,13 @@ class SmallState:
 
     def __init__(self) -> None:
         self.devices: list[torch.device] = []
-        self._num = 0
+        self._num = self._num_small = 0
         self._draws = False  # random numbers: in one of those forwards, or in training
         self._random: RandomStates | None = None
         self._all: list[torch.Tensor] = []
         self._changing: dict[int, nn.Module] = {}
-        self._buffers: list[torch.Tensor] = []
-        self._versions: list[int] = []
-        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []  # of the small ones, which come first
+        self._pairs: _Pairs = []
 
     def before(self, model: nn.Module) -> ForwardStart:
         """Keeps it as a forward begins."""
@@ -104,20 +103,21 @@ class SmallState:
         is_full = self._num in _FULL
         if is_full:
             self.devices = [d for d in devices_of([model]) if d.type != "cpu"]
-            self._all = buffers_of(model)
-            self._buffers = [each for each in self._all if each.numel() <= _SMALL]
+            self._all = sorted(buffers_of(model), key=torch.Tensor.numel)
+            self._num_small = sum(each.numel() <= _SMALL for each in self._all)
             self._versions = []
         if is_full or self._draws or model.training:
             self._random = RandomStates(self.devices)
-        versions = _C.versions_of(self._buffers)
-        if versions != self._versions:
-            self._versions = versions
-            self._copies = [each.detach().clone() for each in self._buffers]
+        versions = _C.versions_of(self._all)
+        small = versions[: self._num_small]
+        if small != self._versions:
+            self._versions = small
+            own = self._all[: self._num_small]
+            self._pairs = [(each, each.detach().clone()) for each in own]
         modules = modules_in(model) if is_full else list(self._changing.values())
         kept = list(map(KeptAttributes, filter(KeptAttributes.are_kept, modules)))
-        pairs = list(zip(self._buffers, self._copies, strict=True))
-        versions_of = self._all, _C.versions_of(self._all)
-        return ForwardStart(kept, pairs, versions_of, self._random)
+        versions_of = self._all, versions
+        return ForwardStart(kept, self._pairs, versions_of, self._random)
 
     def after(self, start: ForwardStart) -> None:
         """Notes which modules a forward has changed, and if it has drawn numbers."""

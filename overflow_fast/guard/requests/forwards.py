@@ -5,14 +5,15 @@ program calls where the model itself does not run.
 
 The model has hooks for it, and so have the modules of `entries_of()`.
 
-1. Its first hook lets it pass the gate, behind which nothing is run again meanwhile.
-2. What it is called with is held, and the small state that it begins with: by the watch
-   for the model (`begin()`), by that hook for a module that is called alone.
-3. When it ends, the watch hands it to the guard, and the guard to `Requests` (from
-   `ModelWatch._end_step()` to `GuardParts._on_evaluated()`), which takes what was held
-   and lets it pass out. One of the model that an exception has left comes by `on_left`.
-4. With a tripwire, modules below the model have no hook of the watch: `after_entry()`
-   hands a module that is called alone to `Requests` by itself, by `on_ended`.
+1. `before()` lets it pass the gate, behind which nothing is run again meanwhile.
+2. What it is called with is held, and the small state that it begins with: by that hook
+   for a call that is looked at alone (`_Now.is_alone`), else by the watch (`begin()`).
+3. A call is alone if no hook of the watch judges it: with a tripwire each without
+   autograd. Its outputs are recorded, and it is handed to `Requests`, when it ends
+   (`end_call()`), also where an exception has left it.
+4. Else the watch hands it to the guard, and the guard to `Requests` (from
+   `ModelWatch._end_step()` to `GuardParts._on_evaluated()`).
+5. `Requests` takes what was held, and lets it pass out.
 
 State: for each thread the forward that it runs, and what the guard has taken of its
 time (`_Now`); for each model the small state that its forwards change.
@@ -20,10 +21,11 @@ time (`_Now`); for each model the small state that its forwards change.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -32,10 +34,15 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...base.tree import is_container
+from ...base.text import drop_own_frames
+from ...base.tree import children, path_text
 from ...detector.hooks import move_hook_to_front
-from ...torch_internals.module_internals import forward_pre_hooks, share_called_key
-from ...torch_internals.running import is_recorded
+from ...torch_internals.module_internals import (
+    forward_pre_hooks,
+    is_dry_run,
+    share_called_key,
+)
+from ...torch_internals.running import is_recorded, running_modules
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..isolation import ErrorIsolation
 from ..watching.watch import ModelWatch
@@ -54,8 +61,11 @@ class _Now(threading.local):
     Attributes:
         call: The outermost forward that it runs.
         watch: That of its model.
+        state: Keeps the small state of the module that it has called.
         is_in: It has passed the gate.
-        entry: The module that it has called without the model around it.
+        module: The module that it has called, outermost.
+        depth: How many calls of that module run within the outermost one.
+        is_alone: No hook of the watch judges that call.
         seconds: What the guard has taken since the last forward was handed over.
         begin: When the guard's hooks before or behind the forward began; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
@@ -64,12 +74,13 @@ class _Now(threading.local):
     """
 
     unwatched: _C.Unwatched | None = None
-    num_hidden = 0
+    num_hidden = depth = 0
     call: HeldCall | None = None
     watch: ModelWatch | None = None
+    state: SmallState | None = None
     seconds = begin = since = 0.0
-    is_in = False
-    entry: nn.Module | None = None
+    is_in = is_alone = False
+    module: nn.Module | None = None
 
 
 class Forwards:
@@ -83,8 +94,8 @@ class Forwards:
         isolation: Isolates the guard's own errors.
         request_now: Returns the request that this code is in, or None.
         before_first: Called before the first forward.
-        on_ended: Called with a tripwire where a module that was called alone has ended,
-            with its watch and its batch. Of others the watch tells the guard.
+        on_ended: Called where a call that is looked at alone has returned, with its
+            watch and its batch. Of others the watch tells the guard.
     """
 
     def __init__(
@@ -116,6 +127,7 @@ class Forwards:
             watch.is_served = not has_optimizer
             watch.inputs.captures.append(self)
             watch.is_of_request = self.are_running
+            watch.is_seen_alone = self.is_seen_alone
             watch.has_seen_loss = True  # there is none to be seen: nothing is trained
             watch.looks_for_loss = has_optimizer  # it is an output, as others are
             if not has_optimizer and watch.on_forward_end is not None:
@@ -127,12 +139,37 @@ class Forwards:
         """True where this thread runs one."""
         return self._now.is_in
 
-    def is_within(self, module: nn.Module) -> bool:
-        """True within a forward that this thread runs, but for a module called alone.
+    def is_seen_alone(self) -> bool:
+        """True where this thread runs one that no hook of a watch judges."""
+        return self._now.is_alone
 
-        Most calls of modules are, and ask no more than that.
+    def begins_within(self, watch: ModelWatch, module: nn.Module) -> bool:
+        """True for a call that begins within a forward that this thread runs.
+
+        Most calls of modules do, and ask no more than that.
         """
-        return self._now.is_in and self._now.entry is not module
+        now = self._now
+        if now.is_in and (module is now.module or module is watch.model):
+            calls = [each for _, each in running_modules() or ()]
+            is_again = module is now.module
+            if sum(each is now.module for each in calls) > is_again:
+                now.depth += is_again
+            else:  # an interrupt has left it, of which torch tells no hook
+                self.pass_out()
+        return now.is_in
+
+    def is_within(self, module: nn.Module, change: int = 0) -> bool:
+        """True within a forward that this thread runs, but for its outermost call.
+
+        Args:
+            module: The module whose call ends.
+            change: -1 where that is all of it.
+        """
+        now = self._now
+        if module is now.module and now.depth:
+            now.depth += change
+            return True
+        return now.is_in and module is not now.module
 
     def takes(self, models: Iterable[nn.Module | None]) -> bool:
         """True if forwards of models that begin now are of requests.
@@ -153,13 +190,11 @@ class Forwards:
         return not self._has_optimizer and self._request_now() is not None
 
     def is_left_alone(self, change: int = 0) -> bool:
-        """True for what is trained, run again, traced by a compiler, or left out.
+        """True for what is trained, run again, or left out.
 
         Args:
             change: 1 where a call begins, -1 where it ends.
         """
-        if torch.compiler.is_compiling():
-            return True
         if torch.is_grad_enabled() and self._has_optimizer:
             return True
         now = self._now
@@ -180,58 +215,101 @@ class Forwards:
         self._now.unwatched.__enter__()
         return True
 
-    # Its beginning and its end; see `ForwardCapture`.
+    # Its beginning and its end.
 
-    def pass_in(self) -> None:
+    def begin_call(
+        self, watch: ModelWatch, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        """Begins the outermost call of a model, or of a module within it."""
+        is_root = module is watch.model
+        if watch.is_abandoned() or (not is_root and watch.is_in_stray):
+            return
+        self._pass_in()
+        now = self._now
+        now.module, now.depth = module, 0
+        is_hidden = watch.recorder.is_off
+        by_watch = is_root and (self._has_optimizer or self._is_of_watch(module))
+        now.is_alone = self._is_tripwire and not (is_hidden or by_watch)
+        if not is_hidden and (now.is_alone or not is_root):
+            self._hold(watch, module, args, kwargs)
+
+    def _is_of_watch(self, model: nn.Module) -> bool:
+        """True for a forward that may change what a later step begins with."""
+        return torch.is_grad_enabled() or model.training or is_dry_run()
+
+    def _pass_in(self) -> None:
         """Lets a forward begin, once no other thread runs one again."""
-        if not self._now.is_in:
-            # Once, and no part of a request's time, nor of a trace's.
-            if self._before_first is not None and not is_recorded():
-                before_first, self._before_first = self._before_first, None
-                with self._isolation.isolated():
-                    before_first()
-            self._now.begin = perf_counter()
-            self._now.since = self._now.since or self._now.begin
-            self._gate.enter()
-            self._now.is_in = True
+        # Once, and no part of a request's time, nor of a trace's.
+        if self._before_first is not None and not is_recorded():
+            before_first, self._before_first = self._before_first, None
+            with self._isolation.isolated():
+                before_first()
+        now = self._now
+        now.begin = perf_counter()
+        now.since = now.since or now.begin
+        self._gate.enter()
+        now.is_in = True
 
     def pass_out(self) -> None:
         """Ends it."""
-        if self._now.is_in:
-            self._now.is_in = False
+        now = self._now
+        if now.is_in:
+            now.is_in = now.is_alone = False
+            now.module, now.depth = None, 0
             self._gate.leave()
+
+    def end_call(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
+        """Ends that call, whether it has raised or not."""
+        now = self._now
+        if now.module is not module:
+            return
+        error = sys.exc_info()[1] if output is None else None
+        try:
+            if now.is_alone and error is None:
+                with watch.own_batch() as batch, watch.frames.evaluated(batch):
+                    self.end(output)
+                    watch.frames.send()
+                    self._on_ended(watch, batch)
+            elif now.is_alone and module is watch.model and watch.on_left is not None:
+                with watch.own_batch():
+                    if isinstance(error, Exception):
+                        watch.on_left(watch, error)
+        finally:
+            self.pass_out()
 
     def begin(
         self, module: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
     ) -> None:
-        """Holds what an outermost forward is called with."""
-        if self._now.is_in or not torch.is_grad_enabled():
-            self._hold(module, args, kwargs)
+        """Holds what a forward is called with that a watch sees; see `ForwardCapture`.
 
-    def _hold(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        Compiled code hides its arguments.
+        """
+        if self._now.is_in or not torch.is_grad_enabled():
+            watch = next((w for w in self._watches if w.model is module), None)
+            args, kwargs = ((), {}) if args is None else (args, kwargs)
+            self._hold(watch, module, args, kwargs)
+
+    def _hold(
+        self, watch: ModelWatch | None, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         now = self._now
         begin = now.begin or perf_counter()
-        if args is None:
-            args, kwargs = (), {}  # compiled code hides them
-        now.watch = next((w for w in self._watches if w.model is module), None)
-        state = self._states.get(module)
-        if state is None:
-            state = self._states[module] = SmallState()
-        start = state.before(module)
-        now.call = HeldCall(module, args, kwargs, start, state.devices)
+        now.watch, now.state = watch, self._states.get(module)
+        if now.state is None:
+            now.state = self._states[module] = SmallState()
+        start = now.state.before(module)
+        now.call = HeldCall(module, args, kwargs, start, now.state.devices)
         now.seconds += perf_counter() - begin
         now.begin = 0.0
 
-    def end(self, output: Any, loss: torch.Tensor | None) -> None:
+    def end(self, output: Any, loss: torch.Tensor | None = None) -> None:
         """Notes what it has returned, before its frames are judged."""
         now = self._now
-        if now.call is None:
+        if now.call is None or now.state is None:
             return
         now.begin = perf_counter()
         now.call.output = output
-        state = self._states.get(now.call.module)
-        if state is not None:
-            state.after(now.call.state)
+        now.state.after(now.call.state)
         if self._is_tripwire and now.watch is not None:
             now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
 
@@ -282,18 +360,17 @@ class Forwards:
             model = watch.model
             if model is None:
                 continue
-            self._add(model, None)
-            for child in entries_of(model):
-                self._add(child, watch)
+            for module in (model, *entries_of(model)):
+                self._add(module, watch)
 
-    def _add(self, module: nn.Module, watch: ModelWatch | None) -> None:
+    def _add(self, module: nn.Module, watch: ModelWatch) -> None:
         own = _CallHooks(self, watch)
         first = module.register_forward_pre_hook(own.before, with_kwargs=True)
         move_hook_to_front(forward_pre_hooks(module), first.id)
         last = module.register_forward_hook(own.ended, always_call=True)
         share_called_key(module, last, _LAST_KEY)
         self._handles += [first, last]
-        if watch is not None:
+        if not (self._is_tripwire or module is watch.model):
             self._handles.append(module.register_forward_hook(own.after, prepend=True))
 
     def detach(self) -> None:
@@ -302,33 +379,6 @@ class Forwards:
             handle.remove()
         self._handles.clear()
         has_no_hooks(self)
-
-    def before_entry(self, watch: ModelWatch, module: nn.Module, given: Any) -> None:
-        """Begins the call of a module that the program calls alone."""
-        if self._now.is_in or watch.is_in_stray:
-            return
-        self.pass_in()
-        self._now.entry = module
-        if not watch.recorder.is_off:
-            with self._isolation.isolated():
-                self._hold(module, *given)
-
-    def after_entry(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
-        """Ends it, with what it has returned."""
-        if self._now.entry is not module:
-            return
-        self.end(output, None)
-        if self._is_tripwire:  # no other hook ends it
-            with watch.own_batch() as batch, watch.frames.evaluated(batch):
-                watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
-            watch.frames.send()
-            self._on_ended(watch, batch)
-
-    def entry_ended(self, module: nn.Module) -> None:
-        """Ends it, whether it has raised or not."""
-        if self._now.entry is module:
-            self._now.entry = None
-            self.pass_out()
 
 
 class _CallHooks:
@@ -339,7 +389,7 @@ class _CallHooks:
 
     Args:
         forwards: Hears of the calls; None in a copy.
-        watch: The watch, for a module within its model.
+        watch: The watch of the model; None in a copy.
     """
 
     def __init__(self, forwards: Forwards | None, watch: ModelWatch | None) -> None:
@@ -351,39 +401,40 @@ class _CallHooks:
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begins a call; without `kwargs` it ran when the hook was put on."""
         forwards, watch = self._forwards, self._watch
-        if forwards is None or kwargs is None or torch.compiler.is_compiling():
+        if forwards is None or watch is None or kwargs is None:
             return
-        if forwards.are_running() or forwards.is_left_alone(1):
+        if torch.compiler.is_compiling() or forwards.begins_within(watch, module):
             return
-        model = module if watch is None else watch.model
-        if not forwards.takes([model]) or forwards.hides():
+        if forwards.is_left_alone(1) or not forwards.takes([watch.model]):
             return
-        if watch is None:
-            forwards.pass_in()
-        else:
-            forwards.before_entry(watch, module, (args, kwargs))
+        if not forwards.hides():
+            self._run(forwards.begin_call, watch, module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends a call that has returned."""
-        forwards = self._forwards
-        if forwards is None or self._watch is None or torch.compiler.is_compiling():
-            return
-        if forwards.is_within(module) or forwards.is_left_alone():
-            return
-        forwards.after_entry(self._watch, module, output)
-
-    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Ends any call."""
+        """Notes what a module has returned that the watch judges with its call."""
         forwards = self._forwards
         if forwards is None or torch.compiler.is_compiling():
             return
-        is_entry = self._watch is not None
-        if (is_entry and forwards.is_within(module)) or forwards.is_left_alone(-1):
+        if not (forwards.is_within(module) or forwards.is_left_alone()):
+            self._run(forwards.end, output)
+
+    def ended(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Ends any call."""
+        forwards, watch = self._forwards, self._watch
+        if forwards is None or watch is None or torch.compiler.is_compiling():
             return
-        if self._watch is None:
-            forwards.pass_out()
-        else:
-            forwards.entry_ended(module)
+        if not (forwards.is_within(module, -1) or forwards.is_left_alone(-1)):
+            self._run(forwards.end_call, watch, module, output)
+
+    def _run(self, function: Callable[..., None], *given: Any) -> None:
+        """Runs the guard's code out of sight of a compiler and the program's modes."""
+        assert self._watch is not None
+        try:
+            _C.run_paused(function, *given)
+        except Exception as error:
+            if not self._watch.suppresses(error):
+                drop_own_frames(error)
+                raise error
 
 
 def _of_training(function: Callable[[ModelWatch], None]) -> Callable[..., None]:
@@ -401,10 +452,12 @@ def _named_outputs(output: Any) -> tuple[list[str], list[torch.Tensor]]:
     """The tensors that a forward has returned, with their places; none of caches."""
     if isinstance(output, torch.Tensor):
         return ["output"], [output]
-    if not is_container(output):
-        return [], []
-    items = list(output.items()) if isinstance(output, Mapping) else []
-    if isinstance(output, (tuple, list)):
-        items = list(enumerate(output))
-    found = [pair for pair in items if isinstance(pair[1], torch.Tensor)]
-    return [f"output[{key!r}]" for key, _ in found], [tensor for _, tensor in found]
+    held: Iterable[tuple[str, Any]]
+    if isinstance(output, dict):
+        held = ((f"[{key!r}]", each) for key, each in dict.items(output))
+    elif isinstance(output, (tuple, list)):
+        held = ((f"[{i}]", each) for i, each in enumerate(output))
+    else:
+        held = ((path_text((part,)), each) for part, each in children(output) or ())
+    found = [pair for pair in held if isinstance(pair[1], torch.Tensor)]
+    return [f"output{place}" for place, _ in found], [tensor for _, tensor in found]

@@ -7,6 +7,7 @@ of the arguments as they were is made where a forward is run again.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ _MOST = 512  # containers below the arguments; chosen, not measured
 _SMALL = 64  # elements: of a counter, such as a cache's length
 _OF_IDS = (torch.int64, torch.int32)
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+_FLAT = ATOMS | {torch.Tensor}
 _NOT_OPENED = (nn.Module, type, torch.Generator)
 
 
@@ -47,6 +49,8 @@ class HeldCall:
         has_autograd: Autograd is on.
         output: What it has returned.
         is_on_device: The model is on another device than the CPU.
+        num_tokens: The number of tokens of a language model's call; 0 for any other.
+        has_one_token: It is a language model's call with one token a row.
     """
 
     def __init__(
@@ -59,21 +63,18 @@ class HeldCall:
     ) -> None:
         self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
         self.state, self.is_on_device = state, bool(devices)
-        containers = _containers_in((*self.args, *self.kwargs.values()))
-        self._contents = [(each, _items_of(each)) for each in containers]
         self.ambient = Ambient(module, devices, state.random)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
-        self._tensors = self._given()
-        for _, items in self._contents:
-            values = items if isinstance(items, list) else items.values()
-            self._tensors += [t for t in values if isinstance(t, torch.Tensor)]
+        self._contents, self._tensors = _held_in((*self.args, *self.kwargs.values()))
         self._versions = _C.versions_of(self._tensors)
         self.counters: _Pairs = [
             (each, each.clone())
             for each in self._tensors
-            if each.numel() <= _SMALL and type(each) is torch.Tensor and each.dim() < 2
+            if each.dim() < 2 and each.numel() <= _SMALL and type(each) is torch.Tensor
         ]
+        rows, columns = self._size_of_ids()
+        self.num_tokens, self.has_one_token = rows * columns, columns == 1
 
     @property
     def sizes(self) -> list[int]:
@@ -86,18 +87,6 @@ class HeldCall:
         given = [t for t in self._given() if type(t) is torch.Tensor and t.dim()]
         return [t for t in given if num > 1 and len(t) > num and not len(t) % num]
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens of a language model's call; 0 for any other."""
-        rows, columns = self._size_of_ids
-        return rows * columns
-
-    @property
-    def has_one_token(self) -> bool:
-        """True for a language model's call with one token a row."""
-        return self._size_of_ids[1] == 1
-
-    @property
     def _size_of_ids(self) -> tuple[int, int]:
         ids = self.kwargs.get("input_ids", self.args[0] if self.args else None)
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -183,25 +172,53 @@ class HeldCall:
         return call
 
 
-def _containers_in(values: Iterable[Any]) -> list[Any]:
-    """The lists and dicts below a call's arguments, and those of attributes."""
-    found: list[Any] = []
-    known: dict[int, Any] = {}  # held: an id is of a value as long as that lives
+def _held_in(
+    values: Iterable[Any],
+) -> tuple[list[tuple[Any, Any]], list[torch.Tensor]]:
+    """The lists and dicts below a call's arguments, and those of attributes.
+
+    Returns:
+        Each with its items, and the tensors, those that are arguments first.
+    """
+    contents: list[tuple[Any, Any]] = []
+    found: list[torch.Tensor] = []
+    known = set[int]()
     waiting = list(values)
-    while waiting and len(known) < _MOST:
-        value = waiting.pop()
-        is_leaf = type(value) in ATOMS or isinstance(value, torch.Tensor)
-        if is_leaf or id(value) in known:
+    for value in waiting:
+        kind: Any = type(value)
+        if kind in ATOMS:
             continue
-        known[id(value)] = value
-        if isinstance(value, (dict, list)):
+        form = _form_of(kind)
+        if form is torch.Tensor:
             found.append(value)
-            waiting += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, tuple):
+            continue
+        if form is None or id(value) in known or len(known) == _MOST:
+            continue
+        known.add(id(value))
+        if form is object:
+            value, form = getattr(value, "__dict__", {}), dict
+        if form is tuple:
             waiting += value
-        elif not isinstance(value, _NOT_OPENED) and not callable(value):
-            waiting.append(getattr(value, "__dict__", None))
-    return found
+            continue
+        items = _items_of(value)
+        contents.append((value, items))
+        held = items.values() if form is dict else items
+        if _FLAT.issuperset(map(type, held)):  # a layer of a cache
+            found += [each for each in held if type(each) is torch.Tensor]
+        else:
+            waiting += held
+    return contents, found
+
+
+@functools.lru_cache(1024)
+def _form_of(kind: type) -> type | None:
+    """The form in which values of a type are opened; None if they are not."""
+    for form in (torch.Tensor, dict, list, tuple):
+        if issubclass(kind, form):
+            return form
+    is_callable = any("__call__" in vars(base) for base in kind.__mro__)
+    is_closed = kind in ATOMS or issubclass(kind, _NOT_OPENED) or is_callable
+    return None if is_closed else object
 
 
 def _items_of(container: Any) -> Any:

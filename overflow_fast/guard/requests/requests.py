@@ -260,6 +260,10 @@ class Requests:
         begun.end()
         if request is not None and (error is None or isinstance(error, Exception)):
             with self._isolation.isolated():
+                for watch in self._watches:
+                    if request.num_forwards and not request.frames:
+                        watch.frames.receive(is_lagged=False)
+                        request.collect(watch)
                 self._end(request, error)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
@@ -270,10 +274,6 @@ class Requests:
                 program's own code has raised.
         """
         request.raised = None if error is None else type(error)
-        for watch in self._watches:
-            if request.num_forwards and not request.frames:
-                watch.frames.receive(is_lagged=False)
-                request.collect(watch)
         request.end()
         with self._open_lock:
             self._open.discard(request)
@@ -293,12 +293,13 @@ class Requests:
             request: The request.
             error: The program's exception that has ended it, or None.
         """
-        unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
-        unit.left_out = LeftOut(total=self._numbers.num_left_out)
+        num_left_out = self._numbers.num_left_out
         if not (request.frames or error):
             if not request.is_left_out:
-                self._pipeline.judge.judge(unit)
+                self._pipeline.ledger.end_finite_request(request.number, num_left_out)
             return
+        unit = Unit(request.number, REQUEST, frames=request.frames, error=error)
+        unit.left_out = LeftOut(total=num_left_out)
         again = RequestAgain(self._replays, request, self._is_serving(request))
         known = again.search(error)
         if again.is_due:

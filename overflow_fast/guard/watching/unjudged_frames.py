@@ -162,6 +162,8 @@ class UnjudgedFrames:
                 self.before = results.before
                 self.captured_tensors = results.captured_tensors
             self._bad += results.bad
+            if not self._bad:
+                return []
             are_wanted = list(map(is_wanted, self._bad))
             taken = list(itertools.compress(self._bad, are_wanted))
             if taken:

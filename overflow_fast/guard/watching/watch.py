@@ -111,6 +111,7 @@ class ModelWatch(StepHooks):
         judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         is_of_request: Returns True in a forward of a request, also with autograd.
+        is_seen_alone: Returns True in one that none of these hooks judges.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
 
@@ -145,6 +146,7 @@ class ModelWatch(StepHooks):
         self.num_given_up = -1
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
+        self.is_seen_alone: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
@@ -215,7 +217,7 @@ class ModelWatch(StepHooks):
         self, module: nn.Module, args: object, kwargs: object = None
     ) -> None:
         """Starts a step, and notes what the training loop gives the model."""
-        if self.is_abandoned():
+        if self.is_seen_alone() or self.is_abandoned():
             return
         super().before_root(module, args, kwargs)
         root = self._roots.get(get_ident())
