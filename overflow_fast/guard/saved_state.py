@@ -160,8 +160,9 @@ def _check(saved: SavedTensor, rules: Rules, found: SavedState) -> None:
         return
     found.num_tensors += 1
     found.num_bytes += saved.tensor.nbytes
-    if kinds_of(scanned) & ~_allowed(saved.name, rules):
-        found.bad.append(entry_of("tensor", name, scanned))
+    kinds = kinds_of(scanned)
+    if kinds & ~_allowed(saved.name, rules):
+        found.bad.append(entry_of("tensor", name, scanned, kinds))
 
 
 def kinds_of(scanned: Scanned) -> int:
@@ -176,8 +177,8 @@ def kinds_of(scanned: Scanned) -> int:
     return kinds_in(widened(tensor))
 
 
-def entry_of(kind: str, name: str, scanned: Scanned) -> BadEntry:
-    """The entry of a verdict for a tensor that belongs to no call, and was scanned."""
+def entry_of(kind: str, name: str, scanned: Scanned, kinds: int) -> BadEntry:
+    """The entry of a verdict for a scanned tensor that belongs to no call."""
     tensor, stat, _ = scanned
     assert stat is not None
     return BadEntry(
@@ -189,7 +190,7 @@ def entry_of(kind: str, name: str, scanned: Scanned) -> BadEntry:
         numel=tensor.numel(),
         num_nan=stat.num_nan,
         num_inf=stat.num_inf,
-        signs=signs_of(kinds_of(scanned)),
+        signs=signs_of(kinds),
     )
 
 

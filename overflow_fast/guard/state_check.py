@@ -120,23 +120,23 @@ def state_report(
         for fqn, _ in (named_modules(model) if rules and found else ())
     ]
     bad = [
-        each
+        (each, kinds)
         for each, kinds in found
         if kinds & ~(each.masks | rules.allowed(each.path(modules)))
     ]
     if not bad:
         return None
-    words = (f"{kind_of(e.role).replace('_', ' ')} {e.name}" for e in bad)
+    words = (f"{kind_of(e.role).replace('_', ' ')} {e.name}" for e, _ in bad)
     notes = [
         f"All non-finite tensors: {some(words, 8)}.",
         "Do not save this state.",
     ]
     # A weight comes first: what else is bad may come from it.
-    first = min(bad, key=lambda each: each.role != _C.Role.WEIGHT)
+    first, kinds = min(bad, key=lambda pair: pair[0].role != _C.Role.WEIGHT)
     verdict = Verdict(
-        first=entry_of(kind_of(first.role), first.name, first.scanned),
+        first=entry_of(kind_of(first.role), first.name, first.scanned, kinds),
         origin=never_finite(first.role, first.name),
-        num_bad_frames=len({each.number for each in bad}),
+        num_bad_frames=len({each.number for each, _ in bad}),
     )
     return Report(step, "raise", verdict, notes=notes, is_of_state=True)
 

@@ -9,7 +9,7 @@ from guarding import INF, NAN, batches, make, train
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, assert_finite_state
-from overflow_fast.guard import state_check
+from overflow_fast.guard import saved_state, state_check
 from overflow_fast.guard.optimizers.held_optimizers import optimizers_in
 from overflow_fast.guard.optimizers.wrapped import innermost
 
@@ -282,3 +282,17 @@ def test_a_replay_does_not_log_again_what_is_not_scanned(caplog):
     assert guard.last_report.explanation.cause.startswith("undefined")
     for what in ("were not scanned", "1 scripted modules are not checked"):
         assert len([each for each in caplog.messages if what in each]) == 1
+
+
+def test_a_bad_tensor_is_looked_at_once_for_its_kinds(monkeypatch):
+    looked, kinds_in = [], saved_state.kinds_in
+    monkeypatch.setattr(
+        saved_state, "kinds_in", lambda each: looked.append(1) or kinds_in(each)
+    )
+    model, _ = trained()
+    model.head.bias.data[0] = NAN
+    for state in (model, model.state_dict()):
+        looked.clear()
+        with pytest.raises(NonFiniteError):
+            assert_finite_state(state)
+        assert len(looked) == 1
