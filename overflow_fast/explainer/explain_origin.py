@@ -96,7 +96,10 @@ def explain_root_op(
         if found.op is not None and call is not None:
             sites = source.named.sites
             found.op.called_from = programs_line(sites, call.called_at)
-    found.evidence += _nan_of_infs(root_op.chain)
+    if root_op.zero is not None:
+        found.evidence.append(f"{root_op.zero.text} made 0 of its infinite values")
+    else:
+        found.evidence += _nan_of_infs(root_op.chain)
     found.chain = _chain_text(root_op)
     return found
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..base.torch_ops import has
 from .leaves import Leaf
 from .meant_infs import is_meant
-from .op_call import OpCall, Source
+from .op_call import UNDEFINED, OpCall, Source
 
 OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 _KNOWN_LEAVES = (*OF_LEAVES, "gradient")
@@ -20,11 +21,14 @@ class RootOp:
     Attributes:
         source: The operation that made them, or the tensor that held them before.
         chain: The operations from there to the tensor.
+        zero: The division that made 0 of its infs, which are seen again behind one
+            that is not defined for 0; None for none.
         first_reader: The operation that read the source first, or None.
     """
 
     source: Source
     chain: list[OpCall] = field(default_factory=list)
+    zero: OpCall | None = None
 
     @property
     def first_reader(self) -> OpCall | None:
@@ -44,7 +48,35 @@ def trace_back(sources: Sequence[Source]) -> RootOp | None:
     """
     child = _read_by(sources, lambda op: op.parents)
     ends = [e for e in child if isinstance(e, Leaf) or not e.parents]
-    return _first_of([each for each in ends if not is_meant(each)], child)
+    found = _first_of([each for each in ends if not is_meant(each)], child)
+    return found and (_behind_zero(found) or found)
+
+
+def _behind_zero(found: RootOp) -> RootOp | None:
+    """The inf that a division has made 0, where that is what an operation was given.
+
+    Only of numbers none of which is 0: their quotient is 0 as a whole by the inf alone.
+    """
+    op = found.source
+    details = op.details if isinstance(op, OpCall) else None
+    if details is None or details.why != UNDEFINED:
+        return None
+    child = _read_by([op], lambda each: each.read_from)
+    ops = [each for each in child if isinstance(each, OpCall) and each.makes_bad]
+    for bad in sorted(ops, key=lambda each: each.index):
+        way = _way(bad, child)
+        zero = next((e for e in way if not (e.kinds or has(e.base, "moves"))), None)
+        if zero is None or not has(zero.base, "divides"):
+            continue
+        others = [each for each in zero.read_from if each not in way]
+        zeros = way[way.index(zero) : -1]
+        if others and all(e.abs_max for e in others) and not any(map(_size, zeros)):
+            return RootOp(bad, way + found.chain[1:], zero)
+    return None
+
+
+def _size(op: OpCall) -> float | None:
+    return 1.0 if op.abs_max is None else op.abs_max
 
 
 def masked_whole(sources: Sequence[Source]) -> RootOp | None:
@@ -89,12 +121,17 @@ def _first_of(origins: Sequence[Source], child: _Child) -> RootOp | None:
     if not origins:
         return None
     first = min(origins, key=_order)
-    chain = [first] if isinstance(first, OpCall) else []
-    reader = child[first]
+    return RootOp(first, _way(first, child))
+
+
+def _way(source: Source, child: _Child) -> list[OpCall]:
+    """The operations from a source on, which is the first of them if it is one."""
+    way = [source] if isinstance(source, OpCall) else []
+    reader = child[source]
     while reader is not None:
-        chain.append(reader)
+        way.append(reader)
         reader = child[reader]
-    return RootOp(first, chain)
+    return way
 
 
 def _order(source: Source) -> tuple[int, int]:

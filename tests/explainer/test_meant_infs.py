@@ -5,7 +5,7 @@ import torch
 from assembled import Assembled
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer.leaves import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
@@ -111,3 +111,30 @@ def test_an_alarm_of_infs_that_are_meant_names_what_wrote_them(returns_scores):
     assert found.cause == MASK.name and found.module == "router"
     assert found.op.name == "aten.masked_fill.Scalar"
     assert not found.remedies
+
+
+class Ratio(nn.Module):
+    """Divides by a ratio that is 0 where a logarithm is infinite."""
+
+    def __init__(self, numerator):
+        super().__init__()
+        self.numerator = numerator
+
+    def forward(self, x):
+        width = x.amax() - torch.log(x.amin())
+        ratio = (x.amax() * self.numerator) / width
+        return x / ratio
+
+
+@pytest.mark.parametrize("numerator, name", [(1.0, "aten.log"), (0.0, "aten.div")])
+def test_an_inf_that_a_division_has_made_0_is_the_cause_of_what_divides_by_it(
+    numerator, name
+):
+    net = Ratio(numerator).eval()
+    with OverflowGuard(net) as guard:
+        with pytest.raises(NonFiniteError), torch.no_grad():
+            net(torch.tensor([0.0, 1.0, 2.0]))
+    found = guard.last_report.explanation
+    assert found.op.name.startswith(name)
+    is_told = any("made 0 of its infinite" in str(each) for each in found.evidence)
+    assert is_told == (numerator == 1.0)
