@@ -40,7 +40,7 @@ NOTES = (
     "`batches`: a task that puts waiting requests together. Goal: p99 within 1.2."
 )
 CONNECTIONS, BAD_EVERY, WIDTH, WATCH = 8, 100, 256, "tripwire"
-REQUESTS, PAIRS = (200, 2) if QUICK else (1000, 4)
+REQUESTS, PAIRS = (200, 2) if QUICK else (400, 5)
 
 
 class Block(nn.Module):

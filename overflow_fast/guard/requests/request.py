@@ -13,7 +13,7 @@ from ..verdict.bad_frames import BadFrame
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
 from .row_order import RowOrder
-from .written_infs import WrittenInfs
+from .written_infs import WrittenInfs, are_alike
 
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 
@@ -32,6 +32,7 @@ class Request:
         frames: The bad frames of the first forward that had any.
         bad: That forward, or None.
         forward: Its number within the request.
+        is_later_alike: What later forwards had is -inf where that one has it.
         left: The last forward, where an exception has left it.
         is_text: Each forward reads the tokens of a text, and but for the first one only
             the last of each row.
@@ -61,6 +62,7 @@ class Request:
         self.bad: HeldCall | None = None
         self.left: HeldCall | None = None
         self.forward, self.is_text = 0, True
+        self.is_later_alike = True
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
@@ -121,15 +123,21 @@ class Request:
 
     def _collect(self, watch: ModelWatch) -> None:
         mine = {batch for of, batch in self._recent if of == id(watch)}
-        found = watch.frames.take_of(mine)
-        if not found or self.frames:
-            return
-        frames = [BadFrame(watch, frame) for frame in found]
-        first = min(found, key=lambda frame: frame.order)
-        batch = watch.frames.batch_of(first)
+        found: dict[int, list[BadFrame]] = {}
+        for frame in watch.frames.take_of(mine):
+            batch = watch.frames.batch_of(frame)
+            found.setdefault(batch, []).append(BadFrame(watch, frame))
+        for batch in sorted(found):
+            self._take(watch, batch, found[batch])
+
+    def _take(self, watch: ModelWatch, batch: int, frames: list[BadFrame]) -> None:
+        """Takes the bad frames of one forward."""
         forward, call = self._recent[id(watch), batch]
         output = self.output if call is None else call.output
         if self._written.are_all(frames, output):
+            return
+        if self.frames:
+            self.is_later_alike &= are_alike(self.frames, frames, output)
             return
         frames += [BadFrame(watch, frame) for frame in watch.take_weights(batch)]
         self.forward, self.bad, self.frames = forward, call, frames

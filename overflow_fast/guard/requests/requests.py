@@ -383,12 +383,12 @@ class Requests:
         """True if all that is bad are infs that code has written, and it is served."""
         if self._is_asked or unit.error is not None:
             return False
-        output, is_last = request.output, request.function is not None
+        output, is_seen = request.output, request.function is not None
         if request.bad is not None:
             output = request.bad.output if output is None else output
-            is_last |= request.forward == request.num_forwards - 1
+            is_seen |= request.is_later_alike
         is_all = self._written.note(report, unit.frames, output)
-        return is_all and is_last and not request.is_answered
+        return is_all and is_seen and not request.is_answered
 
 
 def _line(report: Report) -> str:

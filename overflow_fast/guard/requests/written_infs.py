@@ -2,9 +2,9 @@
 
 A module that returns it is a bad frame like any other: that code has written it, and
 nothing else is wrong, is found when the request is run again. Such a request is served,
-and its report logged, with the rule of `allow=` for it; a forward behind it that nobody
-has looked at may be bad, so it has to be the last one. A later forward is finite where
-it has that -inf at the same places, and nothing else.
+and its report logged, with the rule of `allow=` for it. A later forward, of that
+request or another, is finite where it has that -inf at the same places, and nothing
+else.
 
 No row of what it has returned may be -inf as a whole, along its last dimension: a
 softmax makes nan of that.
@@ -53,9 +53,25 @@ class WrittenInfs:
             frames: The bad frames of a forward.
             output: What it has returned.
         """
-        if not (self._places and self._places.issuperset(_places(frames))):
-            return False
-        return _are_minus_inf(frames) and _leaves_rows(output)
+        return bool(self._places) and _are_at(self._places, frames, output)
+
+
+def are_alike(
+    first: Sequence[BadFrame], later: Sequence[BadFrame], output: Any
+) -> bool:
+    """True if a later forward has -inf alone, where an earlier one had it.
+
+    Args:
+        first: The bad frames of the earlier one.
+        later: Those of the later one.
+        output: What that has returned.
+    """
+    return _are_at(set(_places(first)), later, output)
+
+
+def _are_at(places: set[_Place], frames: Sequence[BadFrame], output: Any) -> bool:
+    is_known = places.issuperset(_places(frames))
+    return is_known and _are_minus_inf(frames) and _leaves_rows(output)
 
 
 def _entries(frames: Sequence[BadFrame]) -> Iterator[tuple[BadFrame, _C.Entry]]:

@@ -991,10 +991,20 @@ def test_a_request_with_written_infs_is_not_served_where_a_later_forward_is_bad(
                 for each in batches:
                     net(each)
 
-        report_of(lambda: run(rows_bad(), rows_bad(1)))  # the second is not looked at
+        report_of(lambda: run(rows_bad(), rows_bad(1)))
         with torch.no_grad():
             run(rows_bad(), rows_bad())
         assert report_of(lambda: run(rows_bad(), rows_bad(1))).forward == 1
+
+
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_first_request_of_several_forwards_with_written_infs_is_served(options):
+    net = make_filtered()
+    with OverflowGuard(net, **options) as guard:
+        with torch.no_grad(), guard.request():
+            served = [net(rows_bad()) for _ in range(3)]
+        assert all(each.isneginf().sum() == 18 for each in served)
+        assert guard.last_report.explanation.cause == "mask"
 
 
 def test_a_request_that_was_answered_before_is_not_said_to_be_served():
