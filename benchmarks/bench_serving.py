@@ -27,6 +27,8 @@ COLUMNS = [
     *("server", "guard", "bare p50 ms", "p50", "p99", "first block p99", "longest ms"),
     *("bad", "explained", "wrong"),
 ]
+CONNECTIONS, BAD_EVERY, WIDTH, WATCH = 8, 100, 256, "tripwire"
+REQUESTS, PAIRS = (200, 2) if QUICK else (400, 5)
 NOTES = (
     "FastAPI and uvicorn on one core's worth of torch threads, and a client over HTTP "
     "with 8 connections; 1 % of the requests are bad. A block of requests without a "
@@ -35,12 +37,11 @@ NOTES = (
     "of pairs of blocks. The first guarded block, in which the first bad request is "
     "explained, stands alone; `longest` is its slowest innocent request. `wrong` are "
     "innocent requests with an error, bad ones without, and wrong ids. Without a guard "
-    "the server looks at its outputs itself. `threads`: a "
+    f"the server looks at its outputs itself. {REQUESTS} requests a block, {PAIRS} "
+    "pairs of blocks behind the first. `threads`: a "
     "`def` endpoint; `asyncio`: an `async def` one that calls the model itself; "
     "`batches`: a task that puts waiting requests together. Goal: p99 within 1.2."
 )
-CONNECTIONS, BAD_EVERY, WIDTH, WATCH = 8, 100, 256, "tripwire"
-REQUESTS, PAIRS = (200, 2) if QUICK else (400, 5)
 
 
 class Block(nn.Module):
@@ -79,6 +80,7 @@ class Server:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.guard: overflow_fast.OverflowGuard | None = None
+        self.reports: list[Any] = []
         self.app = fastapi.FastAPI()
         self.app.get("/threads")(self.in_thread)
         self.app.get("/asyncio")(self.in_loop)
@@ -135,6 +137,7 @@ class Server:
                     return [], self._model(x).sum((1, 2)).tolist()
             except overflow_fast.NonFiniteError as error:
                 report: Any = error.report
+                self.reports.append(report)
                 return [str(each) for each in report.requests], []
 
 
@@ -195,16 +198,10 @@ def measure(kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = Model().eval()
     server, ratios, bare_p50, wrong = Server(model), [], [], 0
-    reports: list[Any] = []
-
-    def keep(report: Any) -> str:
-        reports.append(report)
-        return "raise"
-
     with serving(server) as address:
         url = f"{address}/{kind}"
         asyncio.run(block(url, -1))
-        guard = overflow_fast.OverflowGuard(model, watch=WATCH, on_overflow=keep)
+        guard = overflow_fast.OverflowGuard(model, watch=WATCH)
         guard.disable()
         for pair in range(PAIRS + 1):
             bare, num_wrong = asyncio.run(block(url, pair))
@@ -225,14 +222,14 @@ def measure(kind: str) -> dict[str, Any]:
     row: dict[str, Any] = {
         "server": kind,
         "guard": WATCH,
-        "bad": len(reports),
+        "bad": len(server.reports),
         "wrong": wrong,
     }
     row |= {"bare p50 ms": round(1e3 * statistics.median(bare_p50), 1)}
     row |= {"p50": f"{p50:.2f}", "p99": f"{p99:.2f}"}
     row |= {"first block p99": f"{ratios[0][1]:.2f}"}
     row |= {"longest ms": round(1e3 * longest)}
-    row["explained"] = sum(each.explanation is not None for each in reports)
+    row["explained"] = sum(each.explanation is not None for each in server.reports)
     progress(str(row))
     return row
 

@@ -70,13 +70,10 @@ def _behind_zero(found: RootOp) -> RootOp | None:
             continue
         others = [each for each in zero.read_from if each not in way]
         zeros = way[way.index(zero) : -1]
-        if others and all(e.abs_max for e in others) and not any(map(_size, zeros)):
+        is_by_inf = bool(others) and all(each.abs_max for each in others)
+        if is_by_inf and all(each.abs_max == 0 for each in zeros):
             return RootOp(bad, way + found.chain[1:], zero)
     return None
-
-
-def _size(op: OpCall) -> float | None:
-    return 1.0 if op.abs_max is None else op.abs_max
 
 
 def masked_whole(sources: Sequence[Source]) -> RootOp | None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from ... import _C
+from ...base.text import drop_own_frames
 from ...base.tree import path_text, tensors
 from ..config import GuardConfig
 from ..isolation import ErrorIsolation
@@ -41,7 +42,7 @@ from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
 from ..pipeline import Pipeline
 from ..report.explanation import Explanation
-from ..report.report import Report
+from ..report.report import NonFiniteError, Report
 from ..step_clock import LeftOut
 from ..unit import REQUEST, Unit
 from ..value_errors import leaves_room
@@ -418,4 +419,8 @@ class _Within(contextlib.ContextDecorator):
     def __exit__(
         self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
-        self._requests.end_request(self._begun, error)
+        try:
+            self._requests.end_request(self._begun, error)
+        except NonFiniteError as found:
+            drop_own_frames(found)
+            raise found
