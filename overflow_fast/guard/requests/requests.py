@@ -275,6 +275,8 @@ class Requests:
                 program's own code has raised.
         """
         request.raised = None if error is None else type(error)
+        for watch in self._watches:
+            watch.warnings.give_once(watch.recorder)
         request.end()
         with self._open_lock:
             self._open.discard(request)

@@ -1031,3 +1031,46 @@ def test_a_callable_is_asked_about_infs_that_code_has_written():
         for _ in range(2):
             net(rows_bad())
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_an_output_that_cannot_be_scanned_is_said_once(options, caplog):
+    class Meta(nn.Module):
+        def forward(self, x):
+            return x.to("meta")
+
+    net = nn.Sequential(Meta()).eval()
+    with OverflowGuard(net, **options), torch.no_grad():
+        for _ in range(2):
+            net(rows_bad())
+            messages = [each.getMessage() for each in caplog.records]
+            assert sum("were not scanned" in each for each in messages) == 1
+
+
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_forward_after_one_that_was_interrupted_is_judged(options):
+    class Stops(nn.Module):
+        def forward(self, x):
+            if x.max() > 5:
+                raise KeyboardInterrupt
+            return x.log()
+
+    vae = Vae(encoder=Stops(), decoder=Stops()).eval()
+    with OverflowGuard(vae, explain=False, **options), torch.no_grad():
+        for call in (vae, vae.decode):
+            with pytest.raises(KeyboardInterrupt):
+                call(torch.full((2, 4), 9.0))
+            report_of(lambda: vae(rows_bad(1)))
+
+
+def test_a_module_that_calls_itself_is_judged_once_by_a_tripwire():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return self(x - 1) if x.max() > 0.5 else x
+
+    net = nn.Sequential(Twice()).eval()
+    for model in (net, net[0]):
+        with OverflowGuard(model, watch="tripwire") as guard:
+            with torch.no_grad():
+                model(torch.full((2, 4), 2.0))
+            assert guard.metrics()["forwards_total"] == 1
