@@ -91,7 +91,8 @@ class HeldCall:
         ids = self.kwargs.get("input_ids", self.args[0] if self.args else None)
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return 0, 0
-        return (len(ids), ids.shape[1]) if ids.dtype in _OF_IDS else (0, 0)
+        rows, columns = ids.shape
+        return (rows, columns) if ids.dtype in _OF_IDS else (0, 0)
 
     def written(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Yields those that the call was not given, or that were written to since."""
@@ -200,7 +201,7 @@ def _held_in(
         if form is tuple:
             waiting += value
             continue
-        items = _items_of(value)
+        items: Any = dict(value) if form is dict else list(value)
         contents.append((value, items))
         held = items.values() if form is dict else items
         if _FLAT.issuperset(map(type, held)):  # a layer of a cache
