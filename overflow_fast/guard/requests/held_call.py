@@ -7,8 +7,8 @@ of the arguments as they were is made where a forward is run again.
 
 from __future__ import annotations
 
-import functools
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -211,9 +211,17 @@ def _held_in(
     return contents, found
 
 
-@functools.lru_cache(1024)
+_forms: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
+
+
 def _form_of(kind: type) -> type | None:
     """The form in which values of a type are opened; None if they are not."""
+    if kind not in _forms:
+        _forms[kind] = _examined(kind)
+    return _forms[kind]
+
+
+def _examined(kind: type) -> type | None:
     for form in (torch.Tensor, dict, list, tuple):
         if issubclass(kind, form):
             return form
