@@ -64,7 +64,7 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
         assert each.misses == "loss" and each.true_loss == pytest.approx(truth)
         assert each.error == pytest.approx(abs(each.loss - truth) / truth, rel=1e-3)
         assert f"off the true {truth:.4g}" in each.outcome
-        assert each.is_recommended == (each.error <= 0.1) == (not each.harm)
+        assert each.is_recommended == (each.error <= 0.5) == (not each.harm)
     assert found.nearest is None  # for one is right
 
 
@@ -119,7 +119,7 @@ def test_where_nothing_keeps_the_value_the_nearest_is_told_as_such(as_kept):
 
 def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
     def far(loss, code="y"):
-        facts = {"misses": "loss", "true_loss": 9.0, "error": 1 - loss / 9}
+        facts = {"misses": "loss", "true_loss": 18.0, "error": 1 - loss / 18}
         return Remedy(f"give {loss}", code, is_finite=True, loss=loss, **facts)
 
     found = Explanation(remedies=[far(1.0), far(5.0), far(7.0, code="")])
@@ -407,6 +407,39 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     found = compared(3.0, 0.0)
     assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
     assert "gradients 80% off" in replace(remedy, **found).outcome
+
+
+@pytest.mark.parametrize("what", ["loss", "gradients"])
+def test_loss_and_gradients_that_are_as_far_off_are_worth_the_same(what):
+    near = Remedy("", is_finite=True, loss=1.0, true_loss=1.0, misses=what, error=0.4)
+    far = replace(near, error=2.81)
+    assert near.worth == Worth.HELPS and far.worth == Worth.FAR
+    assert f"281% off the true {'ones' if what == 'gradients' else '1'}" in far.harm
+
+
+class Mish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.tanh(F.softplus(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        omega = 4 * (x + 1) + 4 * torch.exp(2 * x) + torch.exp(3 * x)
+        omega = omega + torch.exp(x) * (4 * x + 6)
+        delta = 2 * torch.exp(x) + torch.exp(2 * x) + 2
+        return grad * torch.exp(x) * omega / delta**2
+
+
+def test_the_code_of_a_backward_is_computed_in_float64_where_it_overflows(as_kept):
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 1.0)
+    x = torch.tensor([[1.0, 2.0], [16.0, 17.0]])
+    found = stopped(model, lambda m, x: Mish.apply(m(x)).mean(), [x])
+    first = found.remedies[0]
+    assert first.is_right and first.true_loss is not None
+    as_kept(first.text, first.code)
 
 
 def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others(as_kept):

@@ -105,7 +105,8 @@ def _wider_trial(
     table = trials.run(patches, traced=failure.place).table
     if table is None:
         return None
-    bad = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
+    own = [op for op in table.ops if op.custom or not op.in_backward]
+    bad = [op.torch_call for op in own if op.makes_bad]
     more = {call.key for call in bad if call is not None} - keys
     if not failure.found.is_overflow:
         more.clear()  # what is undefined elsewhere needs no wider dtype

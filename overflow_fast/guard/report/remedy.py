@@ -15,7 +15,7 @@ from ...base.text import rounded, short_name
 SAME = 1e-3
 _MOST_MOVED = 1e6  # a change of results is written up to here, and no larger
 _TIMES = 10.0  # an error is written as a factor from here on, below in percent
-_FAR = 0.1  # of the true loss: what misses it by more keeps no value; chosen
+_FAR = 0.5  # of the true loss or gradients: what misses more keeps neither; chosen
 _INDENT = " " * 4
 
 
@@ -23,7 +23,7 @@ class Worth(IntEnum):
     """The worth of a remedy, as its trial has shown; a smaller one is worth more."""
 
     HELPS = 0  # the step is finite with it, near what is right, and nothing breaks
-    FAR = 1  # finite, but the loss misses the true one by more than a tenth
+    FAR = 1  # finite, but loss or gradients miss the true ones by more than half
     HARMS = 2  # finite, but the output is far off, or the run breaks later
     FAILS = 3  # not finite
     UNTRIED = 4
@@ -181,7 +181,9 @@ class Remedy:
             return Worth.FAILS
         if self.breaks or self.misses == "output":
             return Worth.HARMS
-        if self.misses == "loss" and (self.error is None or self.error > _FAR):
+        is_far = self.error is None or self.error > _FAR
+        # Gradients that are all 0 lead nowhere, and no other way.
+        if is_far and self.misses and not (self.is_flat and self.misses != "loss"):
             return Worth.FAR
         return Worth.HELPS
 
@@ -211,7 +213,7 @@ class Remedy:
 
     @property
     def keeps_running(self) -> bool:
-        """True if it is recommended, but for how far its loss is off the true one."""
+        """True if it is recommended, but for how far it is off what is true."""
         return self.worth <= Worth.FAR
 
     @property
