@@ -714,6 +714,53 @@ def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_
     as_kept(stopped(Layer(2), loss, [torch.ones(3, 2)]).remedies[0].code)
 
 
+class Uncertainty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -0.025]))
+
+    def forward(self, x):
+        total = 0
+        for i in range(2):
+            w = self.weight[i]
+            total = total + 0.5 * x[:, i] / w**2 + torch.log(w)
+        return total.mean()
+
+
+def test_a_weight_is_made_positive_as_what_a_layer_returns_is(as_kept):
+    found = stopped(Uncertainty(), lambda m, x: m(x), [torch.ones(3, 2)])
+    as_kept(found.remedies[0].code)
+
+
+BEYOND = {
+    "log of a difference": lambda y: (y.square() - 3).log(),
+    "rsqrt of a difference": lambda y: (y - 3).rsqrt(),
+    "atanh of a product": lambda y: (1.5 * y).atanh(),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_clamp_hides_what_is_plainly_outside_of_a_domain(name, as_kept):
+    model = Holder()
+    found = explain(model, torch.ones(3, 2), lambda x: BEYOND[name](x * model.w).sum())
+    assert not any("clamp" in each.text for each in found.remedies)
+    as_kept(str(found).splitlines()[0])
+
+
+WITHIN = {
+    "what is rounded": lambda y: (1 - y.square() * (1 + 1e-6)).log().sum(),
+    "a root at its end": lambda y: (y - 3).sqrt().sum(),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_clamp_mends_what_rounding_makes_and_continues_a_root(name):
+    model = Holder()
+    found = explain(model, torch.ones(3, 2), lambda x: WITHIN[name](x * model.w))
+    assert any("clamp" in each.text and each.is_recommended for each in found.remedies)
+    assert "hide" not in str(found)
+
+
 def test_a_difference_below_zero_is_no_raw_output_of_a_layer():
     model = Layer()
     found = stopped(model, lambda m, x: (m(x) - 3).log().sum(), [torch.ones(3, 2)])

@@ -86,6 +86,10 @@ _EAGERLY = (
     "they were not tried."
 )
 _NONE = "No remedy was found."
+_BEYOND = (
+    "its argument is {:.3g} outside of the domain, more than rounding explains, and a "
+    "clamp would hide that"
+)
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -111,6 +115,8 @@ def find_remedies(
     if trials.truth is not None and not failure.stays_within:
         note_rounding(failure, trials.truth.loss)
     _note_drawn(failure)
+    if failure.beyond_pole and not found.reason:
+        found.reason = _BEYOND.format(failure.beyond_pole)
     _try_all(failure, trials)
     if not trials.found_remedy:
         trials.renew()
