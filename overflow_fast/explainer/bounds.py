@@ -105,6 +105,19 @@ def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=share, atol=least, equal_nan=True)
 
 
+def least_divisor(dtype: torch.dtype) -> float:
+    """The magnitude below which a divisor's square is 0; of float16 its own.
+
+    Too small leaves the next steps of a remedy to fail; too large puts it behind others
+    that change more.
+
+    Args:
+        dtype: Its dtype.
+    """
+    least = torch.finfo(dtype).tiny
+    return least if dtype is torch.float16 else math.sqrt(least)
+
+
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
     """The L2 norm of all values of some tensors together."""
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))

@@ -59,8 +59,9 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     wide.load_state_dict(model.state_dict())
     truth = scaled_sums(wide, x.double()).item()
     assert right.is_right and right.loss == pytest.approx(truth, rel=1e-4)
-    assert others
-    for each in others:
+    missing = [each for each in others if not each.leaves]
+    assert missing
+    for each in missing:
         assert each.misses == "loss" and each.true_loss == pytest.approx(truth)
         assert each.error == pytest.approx(abs(each.loss - truth) / truth, rel=1e-3)
         assert f"off the true {truth:.4g}" in each.outcome
@@ -407,6 +408,32 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     found = compared(3.0, 0.0)
     assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
     assert "gradients 80% off" in replace(remedy, **found).outcome
+
+
+SHARES = """
+import torch
+@torch.no_grad()
+def shares(y):
+    q = torch.exp(y)
+    q /= q.sum()
+    q /= q.sum(1, keepdim=True) * len(q)
+    return q
+def loss_of(x, w):
+    y = x * w
+    return (shares(y) * y).sum()
+"""
+
+
+def test_what_leaves_a_divisor_near_0_comes_after_what_does_not(tmp_path, as_kept):
+    """The largest score of all rows is subtracted: another row's sum is then near 0."""
+    module, _ = module_of(tmp_path, SHARES)
+    found = explained(module.loss_of, torch.tensor([[90.0, 89.0], [0.0, -1.0]]))
+    first, *others = [each for each in found.remedies if each.is_recommended]
+    assert first.is_right and first.in_float64
+    as_kept(first.code)
+    near = [each for each in others if each.leaves]
+    assert near and not any(each.is_right for each in near)
+    as_kept(near[0].outcome)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradients"])

@@ -129,8 +129,9 @@ class Remedy:
             batch is not finite with it, or a forward has numbers of another size where
             the call is infinite in exact arithmetic. Then it is no remedy. "" for
             nothing.
-        leaves: The buffer that is a thousand times as large after the step with it, as
-            the statistics of a batch norm, in words; or "".
+        leaves: What may make the next steps fail, in words: a buffer that is a thousand
+            times as large after the step with it, as the statistics of a batch norm, or
+            a call that divides by a number near 0; or "".
         elsewhere: What it changes where nothing fails; None where it was not measured.
         moves_results: The largest change of those results of the changed calls that
             were finite without it, relative to the largest of them; 0 where all of them
@@ -218,8 +219,8 @@ class Remedy:
 
     @property
     def is_right(self) -> bool:
-        """True if it helps, and misses nothing, as far as known."""
-        return self.is_recommended and not self.misses
+        """True if it helps, misses nothing and leaves nothing, as far as known."""
+        return self.is_recommended and not (self.misses or self.leaves)
 
     @property
     def harm(self) -> str:
