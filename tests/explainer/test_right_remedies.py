@@ -26,12 +26,13 @@ from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.op import Op, TensorSummary
 from overflow_fast.guard.report.op_words import in_float64_text
 from overflow_fast.guard.report.remedy import Remedy, Worth
+from overflow_fast.options import Explain
 
 
-def stopped(model, loss_of, batches, optimizer=None):
+def stopped(model, loss_of, batches, optimizer=None, budget=8):
     """The explanation of the first bad step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
-    guard = OverflowGuard(model, optimizer, explain=True)
+    guard = OverflowGuard(model, optimizer, explain=Explain("always", budget=budget))
     with pytest.raises(NonFiniteError) as error:
         for batch in batches:
             optimizer.zero_grad()
@@ -52,7 +53,7 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     model, x = nn.Linear(2, 1), torch.randn(4, 64, 2)
     nn.init.constant_(model.bias, -3.0)
     x[2] *= 12
-    found = stopped(model, scaled_sums, [x])
+    found = stopped(model, scaled_sums, [x], budget=16)
     tried = [each for each in found.remedies if each.keeps_running]
     right, *others = [each for each in tried if not each.is_of_data]
     wide = nn.Linear(2, 1).double()
