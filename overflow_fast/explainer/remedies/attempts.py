@@ -17,6 +17,7 @@ from typing import Any
 
 from ...base.torch_ops import has
 from ...guard.report.causes import (
+    CONSTANT,
     EMPTY_REDUCTION,
     ROUNDING,
     SINGULAR_GRADIENT,
@@ -134,6 +135,7 @@ def find_remedies(
         found.notes.append(_NONE)
 
 
+_WHOLE = "the whole step in float64 is finite: its loss is {:.4g}"
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
 
 
@@ -153,16 +155,16 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         retell_float64(found.evidence, f"{text} away{dtype}")
     elif found.cause == UNDEFINED.name:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
-        loss = f"its loss is {true_loss:.4g}"
-        found.evidence.append(f"the whole step in float64 is finite: {loss}")
+        found.evidence.append(_WHOLE.format(true_loss))
         # Equal numbers less one another are 0, and seldom so in float64.
         cancels = ("difference", "deviation")
         is_lost = not any(has(c.name, of) for c in failure.calls for of in cancels)
         if is_lost and found.op is not None and 0.0 in found.op.operands:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
-        elif failure.op is not None and failure.op.is_asked:
-            # Such a number has no precision: what it was written for has lost some.
-            found.cause = ROUNDING.name
+    elif found.cause == CONSTANT.name:
+        # Such a number has no precision: what it was written for has lost some.
+        found.cause = ROUNDING.name
+        found.evidence.append(_WHOLE.format(true_loss))
 
 
 def _note_drawn(failure: Failure) -> None:
