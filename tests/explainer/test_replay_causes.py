@@ -153,11 +153,11 @@ MODULES = {
         *("forward", RANGE, "aten.mean"),
     ),
     "a cast": (lambda x: (1e6 * x).half().float(), "forward", RANGE, "aten._to_copy"),
-    "a number": (lambda x: x + NAN, "forward", UNDEFINED, "aten.add.Tensor"),
+    "a number": (lambda x: x + NAN, "forward", "constant", "aten.add.Tensor"),
     "another number": (
         lambda x: x + INF - INF,
         "forward",
-        UNDEFINED,
+        "constant",
         "aten.add.Tensor",
     ),
     "a mask that overflows": (
