@@ -329,7 +329,7 @@ def _trial_of(
     text = with_numbers(found.text or _STAY, found.numbers)
     if dim == ():
         text = text.replace("the maximum", "the maximum of all")
-    patch, place = CallPatch((change,)), inner_place(root)
+    patch = CallPatch((change,))
     how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
         edits = rule_edits(root, calls, change.found)
@@ -340,17 +340,14 @@ def _trial_of(
         pair = pair_of(root, found, calls)
         remedy = remedy_of(f"{text}; {pair.text}", pair.edits)
         return Trial(remedy, CallPatch(pair.changes), pair.edits, *how)
-    with contextlib.suppress(*NOT_WRITTEN):
-        if place:
-            edits = rule_edits(root, calls, change.found, anywhere=True)
-            told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
     return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
-    whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
+    whole = f"{text} in `{short_text(root)}`"
+    whole += f" ({place}, a line of an installed package)" * bool(place)
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
