@@ -127,8 +127,8 @@ def _of_constants(
     if places and not _constants(was, dim):
         place = places[0]
         yield (
-            f"{what} {place} of `{name}` is {plain_number(known[place])} throughout; no "
-            f"{what} was of one value in the last clean step"
+            f"{what} {place} of `{name}` is {plain_number(known[place])} throughout; "
+            f"no {what} was of one value in the last clean step"
         )
 
 

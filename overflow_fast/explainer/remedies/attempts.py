@@ -32,7 +32,7 @@ from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
 from .checkpoints import checkpoint_trials
 from .failure import Failure
-from .half_dtypes import half_trials
+from .half_dtypes import half_trials, scale_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
     cancelled_trials,
@@ -362,6 +362,7 @@ _ATTEMPTS: tuple[
     (_tries("checkpoints"), checkpoint_trials),
     (_has_calls, functools.partial(exact_trials, rules=EXACT)),
     (_has_calls, select_trials),
+    (_overflows_half, scale_trials),
     (_overflows_half, wider_trials),
     (_is_lost, cancelled_trials),
     (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
