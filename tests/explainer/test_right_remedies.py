@@ -427,14 +427,36 @@ def loss_of(x, w):
 
 def test_what_leaves_a_divisor_near_0_comes_after_what_does_not(tmp_path, as_kept):
     """The largest score of all rows is subtracted: another row's sum is then near 0."""
-    module, _ = module_of(tmp_path, SHARES)
+    module, path = module_of(tmp_path, SHARES)
     found = explained(module.loss_of, torch.tensor([[90.0, 89.0], [0.0, -1.0]]))
     first, *others = [each for each in found.remedies if each.is_recommended]
     assert first.is_right and first.in_float64
     as_kept(first.code)
     near = [each for each in others if each.leaves]
     assert near and not any(each.is_right for each in near)
-    as_kept(near[0].outcome)
+    as_kept(near[0].outcome.replace(path.name, "shares.py"))
+
+
+class Pose(nn.Module):
+    """The logarithm of a quaternion, which is that of no rotation."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = nn.Parameter(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+
+    def forward(self, target):
+        whole = self.rotation / self.rotation.norm(dim=-1, keepdim=True)
+        cosine, sines = whole[..., :1], whole[..., 1:]
+        size = sines.norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        angle = torch.acos(cosine.clamp(-1, 1))
+        return (sines * angle / size - target).square().sum()
+
+
+def test_an_angle_of_0_keeps_its_gradient(as_kept):
+    found = stopped(Pose(), lambda m, x: m(x), [torch.full((1, 3), 0.1)])
+    first = found.remedies[0]
+    assert first.is_recommended and not first.is_flat
+    as_kept(first.text, first.code)
 
 
 @pytest.mark.parametrize("what", ["loss", "gradients"])

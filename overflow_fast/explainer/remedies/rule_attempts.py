@@ -347,7 +347,7 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
     whole = f"{text} in `{short_text(root)}`"
-    whole += f" ({place}, a line of an installed package)" * bool(place)
+    whole += f" ({place}, installed)" * bool(place)
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()

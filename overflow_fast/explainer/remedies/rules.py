@@ -247,6 +247,8 @@ _TO_INPUT = "add EPS to the input"
 _IN_NORM = "add EPS inside the root of the norm"
 _NONE = "return 0 where there is nothing to average"
 _OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
+_OTHER_SIDE = "(1 - y * y).clamp(min=EPS ** 2).sqrt()"
+_ANGLE = "write {} as atan2 of both sides, the other one at least EPS"
 _FACTOR = "clamp the factor to at least LOW"
 # What a later line leaves out, left out before it is computed. Tried where the loss is
 # finite, and kept where it stays the same to the bit alone: where an entry is used,
@@ -312,6 +314,8 @@ GUARDS = _rules(
      "clamp the logarithm's argument to at least LEAST"),
     ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
      "clamp the logarithm's argument to at least WIDE"),
+    ("acos(y)", f"torch.atan2({_OTHER_SIDE}, y)", _ANGLE),
+    ("asin(y)", f"torch.atan2(y, {_OTHER_SIDE})", _ANGLE),
     ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
      "clamp the argument to a magnitude of 1 - WIDE"),
     ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
