@@ -102,10 +102,10 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 "in the last clean step"
             )
         if num_zeros and has_zero and bool((was != 0).all()):
-            yield (
-                f"`{name}` has {counted(num_zeros, 'zero')} among {now.numel()} "
-                "values, none in the last clean step"
-            )
+            among = f"among {now.numel()} values"
+            zeros = f"has {counted(num_zeros, 'zero')} {among}, none"
+            was_not = "is 0, and was not" if now.numel() == 1 else zeros
+            yield f"`{name}` {was_not} in the last clean step"
         if has_zero:
             yield from _of_constants(name, now, was, found.sample)
         is_asked = has_zero or found.cause == EMPTY_REDUCTION.name

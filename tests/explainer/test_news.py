@@ -91,6 +91,14 @@ def test_a_divisor_of_zero():
     assert text == "`batch[1]` has 1 zero among 8 values, none in the last clean step"
 
 
+def test_a_number_of_zero():
+    def batch_of(step):
+        return rows(step, 8, 4), torch.tensor(0.0 if step == BAD else 1.0)
+
+    text = news_of(batch_of, lambda m, x, y: m(x).mean() / y)
+    assert text == "`batch[1]` is 0, and was not in the last clean step"
+
+
 def test_a_column_that_is_constant():
     def batch_of(step):
         x = rows(step, 8, 4)

@@ -437,6 +437,22 @@ def test_what_leaves_a_divisor_near_0_comes_after_what_does_not(tmp_path, as_kep
     as_kept(near[0].outcome.replace(path.name, "shares.py"))
 
 
+def test_a_divisor_that_the_code_keeps_from_0_stays_there(tmp_path):
+    text = SHARES.replace("keepdim=True)", "keepdim=True).clamp(min=1e-30)")
+    module, _ = module_of(tmp_path, text.replace(" * len(q)", ""))
+    found = explained(module.loss_of, torch.tensor([[90.0, 89.0], [0.0, -1.0]]))
+    assert found.remedies[0].text.startswith("subtract the maximum of all")
+    assert not any(each.leaves for each in found.remedies)
+
+
+def test_the_base_of_a_power_above_1_is_clamped_where_it_is_negative(as_kept):
+    model, x = Holder(), torch.tensor([[0.5, 0.5], [-0.01, 0.5]])
+    found = explain(model, x, lambda x: ((x * model.w) ** 1.2).sum())
+    as_kept(found.remedies[0].text)
+    found = explain(model, x / 0, lambda x: ((x * model.w) ** 2).sum())
+    assert not any("base" in each.text for each in found.remedies)
+
+
 class Pose(nn.Module):
     """The logarithm of a quaternion, which is that of no rotation."""
 

@@ -173,7 +173,7 @@ class ChangedCalls(TorchCalls):
         if not has(call.plain_name, "divides"):
             return
         by = call.operands[1]
-        values = by.tensor if isinstance(by, Value) else None
+        values = by.tensor if isinstance(by, Value) and not _is_bounded(by) else None
         if values is None or not values.is_floating_point() or not values.numel():
             return
         with no_dispatch(), torch.no_grad():
@@ -225,6 +225,14 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
+
+
+def _is_bounded(value: Value) -> bool:
+    """True for what the code itself keeps from 0, such as `x.clamp(min=1e-30)`."""
+    made = value.call
+    if made is None or made.plain_name not in ("add", "clamp"):
+        return False
+    return any(isinstance(each, (int, float)) for each in made.operands[1:])
 
 
 def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:

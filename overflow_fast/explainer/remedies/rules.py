@@ -152,8 +152,9 @@ def _max_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _may_be_below_one(call: TorchCall) -> bool:
-    return not _is_by_number(call) or bool(call.operands[1] < 1)
+def _may_be_no_power(call: TorchCall) -> bool:
+    power = call.operands[1]
+    return not _is_by_number(call) or bool(power < 1 or power != int(power))
 
 
 def _has_weights(call: TorchCall) -> bool:
@@ -289,9 +290,9 @@ GUARDS = _rules(
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
     ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
-    ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_below_one),
+    ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_no_power),
     ("y ** z", "y.clamp(min=EPS) ** z", "clamp the base to at least EPS",
-     _may_be_below_one),
+     _may_be_no_power),
     ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
     ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
     ("std(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
