@@ -209,8 +209,8 @@ The compiled step is non-finite each time, and the same code run eagerly is not.
 )
 CONSTANT = Cause(
     "constant",
-    "code wrote the inf or nan as a number, as `masked_fill` does, and no operation has "
-    "computed it; where it is meant, `allow` keeps it from being an alarm",
+    "code wrote the inf or nan as a number, as `masked_fill` does, and no operation "
+    "has computed it; where it is meant, `allow` keeps it from being an alarm",
     sections=("Attention masks",),
     gist="{name}: {numbers}{reason}",
     remedies=("calls",),

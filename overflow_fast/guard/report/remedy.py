@@ -15,8 +15,8 @@ from ...base.text import rounded, short_name
 SAME = 1e-3
 _MOST_MOVED = 1e6  # a change of results is written up to here, and no larger
 _TIMES = 10.0  # an error is written as a factor from here on, below in percent
-# Of the true loss, and of the true gradients, of which half precision alone misses up to
-# 0.49 in benchmarks/answers: what misses more keeps neither; chosen.
+# Of the true loss, and of the true gradients, of which half precision alone misses up
+# to 0.49 in benchmarks/answers: what misses more keeps neither; chosen.
 _FAR = {"loss": 0.1, "gradients": 0.5}
 _INDENT = " " * 4
 
