@@ -105,6 +105,20 @@ def is_near(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.allclose(one, other, rtol=share, atol=least, equal_nan=True)
 
 
+def least_divisor(dtype: torch.dtype) -> float:
+    """The magnitude below which the derivative of a quotient by it overflows.
+
+    In float16 that would be 4e-3, which is usual: there it is the least normal number.
+    Too small leaves the next steps of a remedy to fail; too large puts it behind others
+    that change more.
+
+    Args:
+        dtype: Its dtype.
+    """
+    info = torch.finfo(dtype)
+    return info.tiny if dtype is torch.float16 else info.max**-0.5
+
+
 def norm_of(tensors: Iterable[torch.Tensor]) -> float:
     """The L2 norm of all values of some tensors together."""
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))

@@ -39,6 +39,26 @@ def outside_of_domain(op: OpCall, index: Index | None) -> str:
     return next(filter(None, (check(given) for check in _CHECKS)), "")
 
 
+_EDGES = (0.0, 1.0, -1.0)  # of the domains that functions of a number have
+
+
+def beyond_pole(name: str, number: float) -> float:
+    """How far a number is beyond the end of a domain where a function is infinite.
+
+    0 where it is finite there, such as a root: a clamp continues it.
+
+    Args:
+        name: The operation.
+        number: Its argument, for which it is not defined.
+    """
+    is_inside = op_of(name).is_inside
+    for edge in _EDGES:
+        inner = math.nextafter(edge, 2 * edge - number)
+        if is_inside(inner) and not (is_inside(edge) or is_inside(number)):
+            return abs(number - edge)
+    return 0.0
+
+
 def value_at(value: Any, index: Index) -> float | None:
     """The number that an elementwise operation takes from an argument at an index.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import (
+    CONSTANT,
     EMPTY,
     RANGE,
     SINGULAR,
@@ -36,6 +38,7 @@ from .op_call import (
     TOO_SMALL,
     UNDEFINED,
     WITHIN,
+    WRITTEN,
     Details,
     OpCall,
     Source,
@@ -58,6 +61,7 @@ _CAUSES = {
     TOO_SMALL: causes.UNDERFLOW.name,
     WITHIN: causes.ROUNDING.name,
     UNDEFINED: causes.UNDEFINED.name,
+    CONSTANT: causes.CONSTANT.name,
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
 }
@@ -235,7 +239,8 @@ def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
     first = min(made, key=lambda op: op.index)
     op = op_at(first.name, first.sites)
     op.called_from = programs_line(first.sites, call.called_at)
-    return Explanation("forward", causes.MASK.name, first.module or "", op=op)
+    module, reason = first.module or "", WRITTEN.format(-math.inf)
+    return Explanation("forward", causes.CONSTANT.name, module, op=op, reason=reason)
 
 
 def _is_undefined(op: OpCall) -> bool:

@@ -102,10 +102,12 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 "in the last clean step"
             )
         if num_zeros and has_zero and bool((was != 0).all()):
-            yield (
-                f"`{name}` has {counted(num_zeros, 'zero')} among {now.numel()} "
-                "values, none in the last clean step"
-            )
+            among = f"among {now.numel()} values"
+            zeros = f"has {counted(num_zeros, 'zero')} {among}, none"
+            was_not = "is 0, and was not" if now.numel() == 1 else zeros
+            yield f"`{name}` {was_not} in the last clean step"
+        if has_zero:
+            yield from _of_constants(name, now, was, found.sample)
         is_asked = has_zero or found.cause == EMPTY_REDUCTION.name
         is_single = is_asked and now.dim() and was.dim()
         if is_single and len(now) <= 1 < len(was):
@@ -113,6 +115,32 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 f"`{name}` is {list(now.shape)} in this batch, {list(was.shape)} in "
                 "the last one"
             )
+
+
+def _of_constants(
+    name: str, now: torch.Tensor, was: torch.Tensor, sample: int | None
+) -> Iterator[str]:
+    """The sample that fails, if it has one value throughout; else such a column."""
+    what, dim = ("column", -1) if sample is None else ("sample", 0)
+    known = _constants(now, dim)
+    places = [each for each in known if sample in (None, each)]
+    if places and not _constants(was, dim):
+        place = places[0]
+        yield (
+            f"{what} {place} of `{name}` is {plain_number(known[place])} throughout; "
+            f"no {what} was of one value in the last clean step"
+        )
+
+
+def _constants(values: torch.Tensor, dim: int) -> dict[int, float]:
+    """The parts along a dimension that have one value throughout, with this value."""
+    if values.dim() < 2:
+        return {}
+    parts = values.movedim(dim, 0).flatten(1)
+    if parts.shape[1] < 2:
+        return {}
+    places = (parts.amax(1) == parts.amin(1)).nonzero().flatten().tolist()
+    return {place: float(parts[place, 0]) for place in places}
 
 
 def _of_own_input(step: BadStep) -> Iterator[str]:

@@ -38,7 +38,9 @@ RANGE, UNDEFINED, EMPTY, SINGULAR = "range", "undefined", "empty", "singular"
 # Its result is within the range, and an intermediate value was too large, too small, or
 # lost in a way that is not known.
 TOO_LARGE, TOO_SMALL, WITHIN = "too large", "too small", "within"
+CONSTANT = "constant"
 NOT_TRIED = ""
+WRITTEN = "{} is written by the code of this line or by torch within it"
 
 
 @dataclass
@@ -47,8 +49,8 @@ class Details:
 
     Attributes:
         op: What it was given and returned, without the line that called it.
-        why: RANGE, UNDEFINED, EMPTY, SINGULAR, TOO_LARGE, TOO_SMALL, WITHIN or
-            NOT_TRIED.
+        why: RANGE, UNDEFINED, EMPTY, SINGULAR, TOO_LARGE, TOO_SMALL, WITHIN, CONSTANT
+            or NOT_TRIED.
         reason: In a sentence.
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.

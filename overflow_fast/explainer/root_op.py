@@ -16,6 +16,7 @@ from .domain import outside_of_domain, value_at
 from .float64 import in_float64, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
 from .op_call import (
+    CONSTANT,
     EMPTY,
     RANGE,
     SINGULAR,
@@ -23,6 +24,7 @@ from .op_call import (
     TOO_SMALL,
     UNDEFINED,
     WITHIN,
+    WRITTEN,
     Details,
     OpCall,
 )
@@ -41,8 +43,6 @@ from .torch_calls import running_call
 _MADE_OF_NUMBERS = (
     "the code makes this tensor of values that no operation of torch has computed"
 )
-_NUMBER = "it is the number {}, written by the code of this line or by torch within it"
-_GIVEN = "it is given the number {}, by the code of this line or by torch within it"
 _SINGULAR = "in {} the matrix is singular: rounding has left 0 on its diagonal"
 _SMALL = (
     "an intermediate value is too small for {}: with inputs {:.3g} times as large the "
@@ -110,11 +110,7 @@ def _classify(
         found.why, found.reason = UNDEFINED, why
         return
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
-        found.why, found.reason = UNDEFINED, _MADE_OF_NUMBERS
-        if not op.is_constant:
-            found.reason = _needed_by_caller(op) or _GIVEN.format(op.numbers[0])
-        elif not made.dim():
-            found.reason = _NUMBER.format(made.item())
+        found.why, found.reason = _written(op, made)
         return
     index = found.op.first_index
     assert index is not None
@@ -203,6 +199,16 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
     assert found.op.limit is not None
     # So no product of four entries overflows.
     return largest < found.op.limit**0.25 and has(op.base, "pivots")
+
+
+def _written(op: OpCall, made: torch.Tensor) -> tuple[str, str]:
+    """Why an operation is not finite that has made it of numbers of Python."""
+    if op.is_constant:
+        is_one = not made.dim()
+        return CONSTANT, WRITTEN.format(made.item()) if is_one else _MADE_OF_NUMBERS
+    needs, number = _needed_by_caller(op), op.numbers[0]
+    is_undefined = needs or (kinds_of(made) & NAN and not math.isnan(number))
+    return UNDEFINED if is_undefined else CONSTANT, needs or WRITTEN.format(number)
 
 
 def _needed_by_caller(op: OpCall) -> str:

@@ -26,7 +26,7 @@ def loss_of(x, w):
 """,
     "the same operation twice in a line": """
 def loss_of(x, w):
-    return torch.log(x * w - 1).mean() + torch.log(x * w).mean()
+    return torch.log(2 * x * w).mean() + torch.log(x * w).mean()
 """,
     "one around the other": """
 def loss_of(x, w):

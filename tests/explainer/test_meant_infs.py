@@ -5,12 +5,12 @@ import torch
 from assembled import Assembled
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.leaves import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.trace_back import trace_back
-from overflow_fast.guard.report.causes import MASK
+from overflow_fast.guard.report.causes import CONSTANT
 
 INF = float("inf")
 LARGE = torch.full((3, 3), 3e38)
@@ -108,7 +108,7 @@ def test_an_alarm_of_infs_that_are_meant_names_what_wrote_them(returns_scores):
         model(torch.randn(5, 4)).softmax(-1).sum().backward()
         optimizer.step()
     found = guard.last_report.explanation
-    assert found.cause == MASK.name and found.module == "router"
+    assert found.cause == CONSTANT.name and found.module == "router"
     assert found.op.name == "aten.masked_fill.Scalar"
     assert not found.remedies
 
@@ -138,3 +138,21 @@ def test_an_inf_that_a_division_has_made_0_is_the_cause_of_what_divides_by_it(
     assert found.op.name.startswith(name)
     is_told = any("made 0 of its infinite" in str(each) for each in found.evidence)
     assert is_told == (numerator == 1.0)
+
+
+WRITTEN = {
+    "filled": (lambda y: torch.cdist(y, y).fill_diagonal_(INF), "constant"),
+    "multiplied": (lambda y: (y + 1) * INF, "constant"),
+    "as a tensor": (lambda y: y + torch.tensor(INF), "constant"),
+    "0 * inf": (lambda y: (y * 0) * INF, "undefined"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_inf_that_code_writes_is_a_constant(name, as_kept):
+    write, cause = WRITTEN[name]
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    found = explain(model, torch.ones(3, 2), lambda x: write(model(x)).sum())
+    assert found.cause == cause
+    as_kept(str(found).splitlines()[0])

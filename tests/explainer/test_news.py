@@ -91,6 +91,40 @@ def test_a_divisor_of_zero():
     assert text == "`batch[1]` has 1 zero among 8 values, none in the last clean step"
 
 
+def test_a_number_of_zero():
+    def batch_of(step):
+        return rows(step, 8, 4), torch.tensor(0.0 if step == BAD else 1.0)
+
+    text = news_of(batch_of, lambda m, x, y: m(x).mean() / y)
+    assert text == "`batch[1]` is 0, and was not in the last clean step"
+
+
+def test_a_column_that_is_constant():
+    def batch_of(step):
+        x = rows(step, 8, 4)
+        x[:, 2] = 0.5 if step == BAD else x[:, 2]
+        return (x,)
+
+    def loss_of(model, x):
+        return (model(x) / x.std(0)).mean()
+
+    text = news_of(batch_of, loss_of)
+    assert text.startswith("column 2 of `batch[0]` is 0.5 throughout; no column was")
+
+
+def test_a_sample_that_is_constant():
+    def batch_of(step):
+        y = rows(step, 8, 4)
+        y[3] = 1 if step == BAD else y[3]
+        return rows(step, 8, 4), y
+
+    def loss_of(model, x, y):
+        return ((model(x) - 1) / y.std(1, keepdim=True)).square().mean()
+
+    text = news_of(batch_of, loss_of)
+    assert text.startswith("sample 3 of `batch[1]` is 1 throughout; no sample was")
+
+
 def test_a_batch_of_one():
     def batch_of(step):
         return (rows(step, 1 if step == BAD else 8, 4),)

@@ -480,6 +480,30 @@ def test_autocast_in_bfloat16(as_kept):
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
 
 
+@pytest.mark.parametrize("scale", [2.0**20, 1.0])
+def test_a_backward_that_began_with_a_large_number_is_begun_with_1(scale):
+    model = nn.Linear(4, 4)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = OverflowGuard(model, optimizer, explain=True)
+
+    def loss_of(x):
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        return y.float().pow(2).mean() * (2.0**20 / scale)
+
+    x = torch.ones(3, 4)
+    guard.run(lambda: loss_of(x)).mul(scale).backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    guard.remove()
+    found = error.value.report.explanation
+    texts = [each.text for each in found.remedies if each.is_recommended]
+    text = f"backward began with {scale:g}: begin with 1"
+    assert any(each.startswith(text) for each in texts) == (scale > 1), found
+    assert found.phase == "backward" and found.is_overflow
+
+
 @pytest.mark.parametrize("name", ["half", "to float16"])
 def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept):
     code, x = LINES[name]

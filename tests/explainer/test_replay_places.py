@@ -290,7 +290,7 @@ def test_a_line_is_not_read_from_a_file_that_was_edited_since(
     monkeypatch.syspath_prepend(tmp_path)
     name = f"edited_{is_edited}"
     file = tmp_path / f"{name}.py"
-    text = "def loss(x):\n    return (x * 0 - 1).log().mean()\n"
+    text = "def loss(x):\n    return (x * 0 - 1).sqrt().mean()\n"
     file.write_text(text)
     module = importlib.import_module(name)
     if is_edited:
@@ -300,7 +300,7 @@ def test_a_line_is_not_read_from_a_file_that_was_edited_since(
     model = net()
     found = explained(model, lambda: module.loss(model(x())))
     assert found.op.line == 2
-    assert found.op.code == ("" if is_edited else "return (x * 0 - 1).log().mean()")
+    assert found.op.code == ("" if is_edited else "return (x * 0 - 1).sqrt().mean()")
     assert is_edited or found.remedies
     assert "y = 2" not in str(found)
 

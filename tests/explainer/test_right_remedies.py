@@ -26,12 +26,13 @@ from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.op import Op, TensorSummary
 from overflow_fast.guard.report.op_words import in_float64_text
 from overflow_fast.guard.report.remedy import Remedy, Worth
+from overflow_fast.options import Explain
 
 
-def stopped(model, loss_of, batches, optimizer=None):
+def stopped(model, loss_of, batches, optimizer=None, budget=8):
     """The explanation of the first bad step."""
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
-    guard = OverflowGuard(model, optimizer, explain=True)
+    guard = OverflowGuard(model, optimizer, explain=Explain("always", budget=budget))
     with pytest.raises(NonFiniteError) as error:
         for batch in batches:
             optimizer.zero_grad()
@@ -52,15 +53,16 @@ def test_what_misses_the_true_loss_comes_after_what_does_not_and_says_by_how_muc
     model, x = nn.Linear(2, 1), torch.randn(4, 64, 2)
     nn.init.constant_(model.bias, -3.0)
     x[2] *= 12
-    found = stopped(model, scaled_sums, [x])
+    found = stopped(model, scaled_sums, [x], budget=16)
     tried = [each for each in found.remedies if each.keeps_running]
     right, *others = [each for each in tried if not each.is_of_data]
     wide = nn.Linear(2, 1).double()
     wide.load_state_dict(model.state_dict())
     truth = scaled_sums(wide, x.double()).item()
     assert right.is_right and right.loss == pytest.approx(truth, rel=1e-4)
-    assert others
-    for each in others:
+    missing = [each for each in others if not each.leaves]
+    assert missing
+    for each in missing:
         assert each.misses == "loss" and each.true_loss == pytest.approx(truth)
         assert each.error == pytest.approx(abs(each.loss - truth) / truth, rel=1e-3)
         assert f"off the true {truth:.4g}" in each.outcome
@@ -409,6 +411,103 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     assert "gradients 80% off" in replace(remedy, **found).outcome
 
 
+SHARES = """
+import torch
+@torch.no_grad()
+def shares(y):
+    q = torch.exp(y)
+    q /= q.sum()
+    q /= q.sum(1, keepdim=True) * len(q)
+    return q
+def loss_of(x, w):
+    y = x * w
+    return (shares(y) * y).sum()
+"""
+
+
+def test_what_leaves_a_divisor_near_0_comes_after_what_does_not(tmp_path, as_kept):
+    """The largest score of all rows is subtracted: another row's sum is then near 0."""
+    module, path = module_of(tmp_path, SHARES)
+    found = explained(module.loss_of, torch.tensor([[90.0, 89.0], [0.0, -1.0]]))
+    first, *others = [each for each in found.remedies if each.is_recommended]
+    assert first.is_right and first.in_float64
+    as_kept(first.code)
+    near = [each for each in others if each.leaves]
+    assert near and not any(each.is_right for each in near)
+    as_kept(near[0].outcome.replace(path.name, "shares.py"))
+
+
+def test_a_divisor_that_the_code_keeps_from_0_stays_there(tmp_path):
+    text = SHARES.replace("keepdim=True)", "keepdim=True).clamp(min=1e-30)")
+    module, _ = module_of(tmp_path, text.replace(" * len(q)", ""))
+    found = explained(module.loss_of, torch.tensor([[90.0, 89.0], [0.0, -1.0]]))
+    assert found.remedies[0].text.startswith("subtract the maximum of all")
+    assert not any(each.leaves for each in found.remedies)
+
+
+def test_the_base_of_a_power_above_1_is_clamped_where_it_is_negative(as_kept):
+    model, x = Holder(), torch.tensor([[0.5, 0.5], [-0.01, 0.5]])
+    found = explain(model, x, lambda x: ((x * model.w) ** 1.2).sum())
+    as_kept(found.remedies[0].text)
+    found = explain(model, x / 0, lambda x: ((x * model.w) ** 2).sum())
+    assert not any("base" in each.text for each in found.remedies)
+
+
+class Pose(nn.Module):
+    """The logarithm of a quaternion, which is that of no rotation."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotation = nn.Parameter(torch.tensor([[1.0, 0.0, 0.0, 0.0]]))
+
+    def forward(self, target):
+        whole = self.rotation / self.rotation.norm(dim=-1, keepdim=True)
+        cosine, sines = whole[..., :1], whole[..., 1:]
+        size = sines.norm(dim=-1, keepdim=True).clamp(min=1e-8)
+        angle = torch.acos(cosine.clamp(-1, 1))
+        return (sines * angle / size - target).square().sum()
+
+
+def test_an_angle_of_0_keeps_its_gradient(as_kept):
+    found = stopped(Pose(), lambda m, x: m(x), [torch.full((1, 3), 0.1)])
+    first = found.remedies[0]
+    assert first.is_recommended and not first.is_flat
+    as_kept(first.text, first.code)
+
+
+@pytest.mark.parametrize(("what", "least"), [("loss", 0.05), ("gradients", 0.4)])
+def test_gradients_far_off_are_refused_as_a_loss_is(what, least):
+    near = Remedy("", is_finite=True, loss=1.0, true_loss=1.0, misses=what, error=least)
+    far = replace(near, error=2.81)
+    assert near.worth == Worth.HELPS and far.worth == Worth.FAR
+    assert f"281% off the true {'ones' if what == 'gradients' else '1'}" in far.harm
+
+
+class Mish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.tanh(F.softplus(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        omega = 4 * (x + 1) + 4 * torch.exp(2 * x) + torch.exp(3 * x)
+        omega = omega + torch.exp(x) * (4 * x + 6)
+        delta = 2 * torch.exp(x) + torch.exp(2 * x) + 2
+        return grad * torch.exp(x) * omega / delta**2
+
+
+def test_the_code_of_a_backward_is_computed_in_float64_where_it_overflows(as_kept):
+    model = nn.Linear(2, 1)
+    nn.init.constant_(model.weight, 1.0)
+    x = torch.tensor([[1.0, 2.0], [16.0, 17.0]])
+    found = stopped(model, lambda m, x: Mish.apply(m(x)).mean(), [x])
+    first = found.remedies[0]
+    assert first.is_right and first.true_loss is not None
+    as_kept(first.text, first.code)
+
+
 def test_a_divisor_of_0_becomes_one_that_is_small_beside_the_others(as_kept):
     model, y = nn.Linear(1, 3), torch.tensor([[2.0, 0.0, 4.0]])
     batches = [torch.ones(4, 1)] * 2
@@ -679,6 +778,53 @@ def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_
         return (var.log() + (1 - mean) ** 2 / var).sum()
 
     as_kept(stopped(Layer(2), loss, [torch.ones(3, 2)]).remedies[0].code)
+
+
+class Uncertainty(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, -0.025]))
+
+    def forward(self, x):
+        total = 0
+        for i in range(2):
+            w = self.weight[i]
+            total = total + 0.5 * x[:, i] / w**2 + torch.log(w)
+        return total.mean()
+
+
+def test_a_weight_is_made_positive_as_what_a_layer_returns_is(as_kept):
+    found = stopped(Uncertainty(), lambda m, x: m(x), [torch.ones(3, 2)])
+    as_kept(found.remedies[0].code)
+
+
+BEYOND = {
+    "log of a difference": lambda y: (y.square() - 3).log(),
+    "rsqrt of a difference": lambda y: (y - 3).rsqrt(),
+    "atanh of a product": lambda y: (1.5 * y).atanh(),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_clamp_hides_what_is_plainly_outside_of_a_domain(name, as_kept):
+    model = Holder()
+    found = explain(model, torch.ones(3, 2), lambda x: BEYOND[name](x * model.w).sum())
+    assert not any("clamp" in each.text for each in found.remedies)
+    as_kept(str(found).splitlines()[0])
+
+
+WITHIN = {
+    "what is rounded": lambda y: (1 - y.square() * (1 + 1e-6)).log().sum(),
+    "a root at its end": lambda y: (y - 3).sqrt().sum(),
+}
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_clamp_mends_what_rounding_makes_and_continues_a_root(name):
+    model = Holder()
+    found = explain(model, torch.ones(3, 2), lambda x: WITHIN[name](x * model.w))
+    assert any("clamp" in each.text and each.is_recommended for each in found.remedies)
+    assert "hide" not in str(found)
 
 
 def test_a_difference_below_zero_is_no_raw_output_of_a_layer():

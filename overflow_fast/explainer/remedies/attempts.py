@@ -17,6 +17,7 @@ from typing import Any
 
 from ...base.torch_ops import has
 from ...guard.report.causes import (
+    CONSTANT,
     EMPTY_REDUCTION,
     ROUNDING,
     SINGULAR_GRADIENT,
@@ -31,7 +32,7 @@ from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
 from .checkpoints import checkpoint_trials
 from .failure import Failure
-from .half_dtypes import half_trials
+from .half_dtypes import half_trials, scale_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
     cancelled_trials,
@@ -86,6 +87,10 @@ _EAGERLY = (
     "they were not tried."
 )
 _NONE = "No remedy was found."
+_BEYOND = (
+    "its argument is {:.3g} outside of the domain, more than rounding explains, and a "
+    "clamp would hide that"
+)
 _MOST_TOGETHER = 3  # changes that are needed at once
 
 
@@ -111,6 +116,8 @@ def find_remedies(
     if trials.truth is not None and not failure.stays_within:
         note_rounding(failure, trials.truth.loss)
     _note_drawn(failure)
+    if failure.beyond_pole and not found.reason:
+        found.reason = _BEYOND.format(failure.beyond_pole)
     _try_all(failure, trials)
     if not trials.found_remedy:
         trials.renew()
@@ -128,6 +135,7 @@ def find_remedies(
         found.notes.append(_NONE)
 
 
+_WHOLE = "the whole step in float64 is finite: its loss is {:.4g}"
 _OPEN = (UNDEFINED.name, SINGULAR_GRADIENT.name)
 
 
@@ -147,16 +155,16 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         retell_float64(found.evidence, f"{text} away{dtype}")
     elif found.cause == UNDEFINED.name:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
-        loss = f"its loss is {true_loss:.4g}"
-        found.evidence.append(f"the whole step in float64 is finite: {loss}")
+        found.evidence.append(_WHOLE.format(true_loss))
         # Equal numbers less one another are 0, and seldom so in float64.
         cancels = ("difference", "deviation")
         is_lost = not any(has(c.name, of) for c in failure.calls for of in cancels)
         if is_lost and found.op is not None and 0.0 in found.op.operands:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
-        elif failure.op is not None and failure.op.is_asked:
-            # Such a number has no precision: what it was written for has lost some.
-            found.cause = ROUNDING.name
+    elif found.cause == CONSTANT.name:
+        # Such a number has no precision: what it was written for has lost some.
+        found.cause = ROUNDING.name
+        found.evidence.append(_WHOLE.format(true_loss))
 
 
 def _note_drawn(failure: Failure) -> None:
@@ -354,6 +362,7 @@ _ATTEMPTS: tuple[
     (_tries("checkpoints"), checkpoint_trials),
     (_has_calls, functools.partial(exact_trials, rules=EXACT)),
     (_has_calls, select_trials),
+    (_overflows_half, scale_trials),
     (_overflows_half, wider_trials),
     (_is_lost, cancelled_trials),
     (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),

@@ -12,13 +12,17 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...base.text import dtype_name
 from ...base.torch_ops import has
+from ...torch_internals.replaying import no_dispatch
 from ...torch_internals.tensor_internals import pytree
+from ..bounds import least_divisor
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
 from ..wider import CAST_METHODS, run_wider
 from .patterns import Found, computed, matched
 from .rules import RULES
+from .written import short_text
 
 # What is held for calls that are still to come, at most: what one layer's pattern reads
 # is let go of with the layer, but a line may run where no pattern of it follows.
@@ -85,6 +89,10 @@ class CallPatch(Patch):
         num_applied: How often each was made in runs of this process, by its place.
         moved: The largest change of a result that is finite without it, relative to
             the largest of the call, in the calls that it was made for, by its place.
+        near_zero: The calls behind the first change that divide by what is near 0, each
+            in words, with its magnitude.
+        needs_wide: The keys of calls that divide by what is near 0 in the dtype that a
+            wider one stands for.
     """
 
     changes: tuple[Change, ...]
@@ -92,6 +100,8 @@ class CallPatch(Patch):
         default_factory=collections.Counter, compare=False
     )
     moved: dict[int, float] = field(default_factory=dict, compare=False)
+    near_zero: dict[str, float] = field(default_factory=dict, compare=False)
+    needs_wide: set[Key] = field(default_factory=set, compare=False)
 
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -150,10 +160,34 @@ class ChangedCalls(TorchCalls):
                 for value in (*each.inputs, *each.results):
                     value.release()
             return result
+        is_root = any(call.key in wide.roots for _, wide in self._wider)
+        if self._patch.num_applied or is_root:
+            self._note_divisor(call)
         for place, wide in self._wider:
             if call.key in wide.roots or self._has_wide(args, kwargs):
                 return self._run_wider(place, wide, call, args, kwargs)
         return call.func(*args, **kwargs)
+
+    def _note_divisor(self, call: TorchCall) -> None:
+        """Notes a divisor near 0, which may be 0 for other weights and batches."""
+        if not has(call.plain_name, "divides"):
+            return
+        by = call.operands[1]
+        values = by.tensor if isinstance(by, Value) and not _is_bounded(by) else None
+        if values is None or not values.is_floating_point() or not values.numel():
+            return
+        with no_dispatch(), torch.no_grad():
+            values = values.abs()
+            # What divides by 0 is left out afterwards.
+            least = float(values.where(values > 0, torch.inf).min())
+        if any(least < least_divisor(wide.narrow) for _, wide in self._wider):
+            self._patch.needs_wide.add(call.key)
+        if least < least_divisor(values.dtype):
+            text = f"`{short_text(call)}` ({call.sites[0].text})"
+            text = (
+                f"{text} divides by {least:.3g}, near 0 for {dtype_name(values.dtype)}"
+            )
+            self._patch.near_zero[text] = least
 
     def _hold(self, values: list[Value]) -> None:
         for value in values:
@@ -191,6 +225,14 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
+
+
+def _is_bounded(value: Value) -> bool:
+    """True for what the code itself keeps from 0, such as `x.clamp(min=1e-30)`."""
+    made = value.call
+    if made is None or made.plain_name not in ("add", "clamp"):
+        return False
+    return any(isinstance(each, (int, float)) for each in made.operands[1:])
 
 
 def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 
 from ...base.text import dtype_name
+from ...base.torch_ops import base_of
 from ...guard.report.causes import UNDEFINED
 from ...guard.report.explanation import Explanation
+from ..bounds import tolerance
 from ..call_growth import CallGrowth, growth_of
 from ..calls import Call
+from ..domain import beyond_pole
 from ..explain_origin import mask_of
 from ..op_call import OpCall
 from ..op_table import OpTable
@@ -58,6 +61,7 @@ class Failure:
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
         largest: The largest finite magnitude in results up to the operation.
+        nearby: That in the few operations which made its argument.
         loss: The loss of the step, where it is finite; else None.
         met: The forward operation whose derivative was the first to be non-finite,
             where a tensor of the batch was so before.
@@ -85,6 +89,7 @@ class Failure:
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None
     largest: float = 0.0
+    nearby: float = 0.0
     usual_loss: float | None = None
     usual_gradient: float = 0.0
     optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -139,6 +144,7 @@ class Failure:
             calls=table.torch_calls,
             in_float64=in_float64(table),
             largest=largest_in(table.ops[: op.index]),
+            nearby=largest_in(e for made in op.read_from for e in made.read_from),
         )
 
     @property
@@ -162,6 +168,17 @@ class Failure:
         op, is_open = self.found.op, self.found.cause == UNDEFINED.name
         true_value = None if op is None else op.true_value
         return is_open and true_value is not None and math.isinf(true_value)
+
+    @property
+    def beyond_pole(self) -> float:
+        """How far beyond a pole its argument is, if by more than rounding; else 0."""
+        op = self.found.op
+        is_own = op is not None and len(op.operands) == 1 and not op.derivative
+        if op is None or not is_own or self.found.cause != UNDEFINED.name:
+            return 0.0
+        distance = beyond_pole(base_of(op.name), op.operands[0])
+        most = tolerance(call.dtype for call in self.failing_calls) * self.nearby
+        return distance if distance > most else 0.0
 
     @property
     def half(self) -> torch.dtype | None:

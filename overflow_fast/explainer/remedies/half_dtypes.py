@@ -25,8 +25,25 @@ from ...guard.report.remedy import Remedy
 from ..halving import Halving
 from .failure import Failure
 from .keep_in_fp32 import has_forward, shortened
-from .patches import Float32Modules, InDtype
+from .patches import Float32Modules, FromOne, InDtype
 from .trials import Attempts, Trial, Trials, Tried
+
+
+def scale_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A loss that is not scaled, where the gradients of a scaled one overflow."""
+    calls = trials.replayer.calls
+    began = [held for call in calls for held in call.held.values()]
+    is_scaled = all(call.returns_loss for call in calls) and failure.op is not None
+    are_numbers = bool(began) and all(held.numel() == 1 for held in began)
+    if not (is_scaled and are_numbers and failure.found.phase == "backward"):
+        return
+    scale = max(float(held.abs()) for held in began)
+    if scale > 1:
+        text = (
+            f"backward began with {scale:g}: begin with 1, or scale the loss by less, "
+            "as torch.amp.GradScaler does after an overflow"
+        )
+        yield Trial(Remedy(text), FromOne())
 
 
 def half_trials(failure: Failure, trials: Trials) -> Attempts:

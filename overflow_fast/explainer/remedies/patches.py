@@ -285,6 +285,20 @@ class Eagerly(Patch):
 
 
 @dataclass(frozen=True)
+class FromOne(Patch):
+    """Backward begins with 1 where it began with a larger number, as a scaled loss."""
+
+    is_same_step = False
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [
+            call.with_held({k: each.clamp(-1, 1) for k, each in call.held.items()})
+            for call in calls
+        ]
+
+
+@dataclass(frozen=True)
 class FromLoss(Patch):
     """Backward begins at the losses that are returned, and nowhere else."""
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from ...base.text import installed_name
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
@@ -92,7 +94,7 @@ def select_trials(failure: Failure, trials: Trials) -> Attempts:
 
 
 def link_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A positive function of what a layer returns, where a number above 0 is needed.
+    """A positive function of a layer's result or a weight, where one has to be above 0.
 
     A clamp of it has no gradient where it acts: what is below 0 would stay there.
     """
@@ -125,23 +127,24 @@ def _link(
         yield trial
 
 
-def _raw_way(value: Value | None) -> list[Value] | None:
-    """The change of what a layer of torch returned, up to a value: what is moved.
+def _raw_way(value: Value | None, of_weights: bool = True) -> list[Value] | None:
+    """The change of a layer's result or a weight, up to a value: what is moved.
 
-    It begins with the first one after the layer. None where something else than a
-    product with other numbers is made of it on its way.
+    It begins with the first one after it. None where something else is made of it on
+    its way than, of a layer's, a product with other numbers.
     """
     call = None if value is None else value.call
     if value is None or call is None or not call.inputs:
-        return None
+        tensor = None if value is None else value.tensor
+        return [] if of_weights and isinstance(tensor, nn.Parameter) else None
     if _is_layer(call):
         return []
     if has(call.name, "moves"):
         is_each = call.name == "broadcast_tensors"
-        before = _raw_way(call.inputs[value.place if is_each else 0])
+        before = _raw_way(call.inputs[value.place if is_each else 0], of_weights)
         return None if before is None else [*before, value]
     if call.plain_name in ("mul", "div"):
-        found = [_raw_way(each) for each in call.inputs]
+        found = [_raw_way(each, of_weights=False) for each in call.inputs]
         return next((each for each in found if each is not None), None)
     return None
 
@@ -168,6 +171,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
             if is_below and "y + EPS" in rule.new:
+                continue
+            if failure.beyond_pole and rule.stops_gradient(failed):
                 continue
             for trial, _ in _trials_of(rule, failed, failure, trials, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):
@@ -324,7 +329,7 @@ def _trial_of(
     text = with_numbers(found.text or _STAY, found.numbers)
     if dim == ():
         text = text.replace("the maximum", "the maximum of all")
-    patch, place = CallPatch((change,)), inner_place(root)
+    patch = CallPatch((change,))
     how = rule.is_exact, rule.stops_gradient(root), rule.settles
     try:
         edits = rule_edits(root, calls, change.found)
@@ -335,17 +340,14 @@ def _trial_of(
         pair = pair_of(root, found, calls)
         remedy = remedy_of(f"{text}; {pair.text}", pair.edits)
         return Trial(remedy, CallPatch(pair.changes), pair.edits, *how)
-    with contextlib.suppress(*NOT_WRITTEN):
-        if place:
-            edits = rule_edits(root, calls, change.found, anywhere=True)
-            told = f"{text}: `{remedy_of(text, edits).code}` in {place}"
     return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
-    whole = f"{text} in `{short_text(root)}`" + f" ({place})" * bool(place)
+    whole = f"{text} in `{short_text(root)}`"
+    whole += f" ({place}, installed)" * bool(place)
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()

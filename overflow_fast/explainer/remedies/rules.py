@@ -152,8 +152,9 @@ def _max_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max
 
 
-def _may_be_below_one(call: TorchCall) -> bool:
-    return not _is_by_number(call) or bool(call.operands[1] < 1)
+def _may_be_no_power(call: TorchCall) -> bool:
+    power = call.operands[1]
+    return not _is_by_number(call) or bool(power < 1 or power != int(power))
 
 
 def _has_weights(call: TorchCall) -> bool:
@@ -247,6 +248,8 @@ _TO_INPUT = "add EPS to the input"
 _IN_NORM = "add EPS inside the root of the norm"
 _NONE = "return 0 where there is nothing to average"
 _OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
+_OTHER_SIDE = "(1 - y * y).clamp(min=EPS ** 2).sqrt()"
+_ANGLE = "write {} as atan2 of both sides, the other one at least EPS"
 _FACTOR = "clamp the factor to at least LOW"
 # What a later line leaves out, left out before it is computed. Tried where the loss is
 # finite, and kept where it stays the same to the bit alone: where an entry is used,
@@ -287,9 +290,9 @@ GUARDS = _rules(
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
     ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
     ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
-    ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_below_one),
+    ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_no_power),
     ("y ** z", "y.clamp(min=EPS) ** z", "clamp the base to at least EPS",
-     _may_be_below_one),
+     _may_be_no_power),
     ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
     ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
     ("std(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
@@ -312,6 +315,8 @@ GUARDS = _rules(
      "clamp the logarithm's argument to at least LEAST"),
     ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
      "clamp the logarithm's argument to at least WIDE"),
+    ("acos(y)", f"torch.atan2({_OTHER_SIDE}, y)", _ANGLE),
+    ("asin(y)", f"torch.atan2(y, {_OTHER_SIDE})", _ANGLE),
     ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
      "clamp the argument to a magnitude of 1 - WIDE"),
     ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",

@@ -251,6 +251,7 @@ class Trials:
         helped = [each for each in self.remedies if each.keeps_running]
         # One that changes results which were finite may be far from the truth.
         helped = [e for e in helped if (e.moves_results or 0.0) <= SAME]
+        helped = [each for each in helped if not each.leaves]
         enough = 1 if self.applied.trials else _ENOUGH
         # One that is told in words is worth less than a line.
         has_code = any(each.code for each in helped) or len(helped) > enough
@@ -360,7 +361,7 @@ class Trials:
             remedy = replace(remedy, **near)
         self.tried.append(Tried(patches, remedy))
         self.is_settled |= trial.settles and remedy.is_right
-        return remedy.is_recommended
+        return remedy.is_recommended and not remedy.leaves
 
     def _judged(
         self,
@@ -399,6 +400,7 @@ class Trials:
         is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
         facts["moves_results"] = self._moved(applied, patches)
+        left = left or _near_zero(patches)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
 
@@ -482,6 +484,13 @@ class Trials:
     def _others(self) -> list[Patch]:
         """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
+
+
+def _near_zero(patches: Sequence[Patch]) -> str:
+    """The call that divides by the least number near 0, or ""."""
+    of_calls = [each for each in patches if isinstance(each, CallPatch)]
+    found = {k: v for each in of_calls for k, v in each.near_zero.items()}
+    return min(found, key=found.__getitem__, default="")
 
 
 def _any(gradient: torch.Tensor) -> bool:

@@ -86,7 +86,7 @@ def _casts_of(
     half = [
         value for value in call.inputs if value.dtype == narrow and value not in wide
     ]
-    if is_root and not half:
+    if is_root and not half and wide.isdisjoint(call.inputs):
         raise NotWrittenError(f"autocast makes it {dtype_name(narrow)}")
     # A number in a tensor widens no tensor that has dimensions.
     promotes = any(value in wide and value.shape for value in call.inputs)

@@ -18,6 +18,7 @@ import torch
 
 from ...base.torch_ops import has
 from ...guard.report.remedy import Remedy
+from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InWider
 from .edited_lines import remedy_in_words, remedy_of
@@ -105,7 +106,8 @@ def _wider_trial(
     table = trials.run(patches, traced=failure.place).table
     if table is None:
         return None
-    bad = [op.torch_call for op in table.ops if op.makes_bad and not op.in_backward]
+    own = [op for op in table.ops if op.custom or not op.in_backward]
+    bad = [op.torch_call for op in own if op.makes_bad]
     more = {call.key for call in bad if call is not None} - keys
     if not failure.found.is_overflow:
         more.clear()  # what is undefined elsewhere needs no wider dtype
@@ -118,7 +120,8 @@ def _wider_trial(
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
-    ends = _ends_of(change, failing, table.torch_calls, sizes)
+    divisors = _up_to_divisors(table.torch_calls, patches)
+    ends = _ends_of(change, failing, table.torch_calls, sizes, divisors)
     change = replace(change, ends=frozenset(call.key for call in ends))
     text, patch = wider_text(change, calls), CallPatch((change,))
     with contextlib.suppress(*NOT_WRITTEN):
@@ -135,21 +138,36 @@ def _keys_of(
     return {call.key for call in calls} - false
 
 
+def _up_to_divisors(calls: Sequence[TorchCall], patches: Sequence[Patch]) -> set[Key]:
+    """The keys of the calls that make divisors which need the wider dtype."""
+    of_calls = [each for each in patches if isinstance(each, CallPatch)]
+    keys = {key for each in of_calls for key in each.needs_wide}
+    made = {call.operands[1].call for call in calls if call.key in keys}
+    found = set[Key]()
+    for _ in range(_MOST_BACK):
+        found |= {call.key for call in made if call is not None}
+        made = {v.call for call in made if call is not None for v in call.inputs}
+    return found
+
+
 def _ends_of(
     change: InWider,
     failing: set[Key],
     calls: Sequence[TorchCall],
     sizes: dict[TorchCall, float],
+    divisors: set[Key],
 ) -> list[TorchCall]:
     """The calls whose results fit again, where a run has cast none back.
 
-    None before the one that failed: what it is given would be rounded again.
+    None before the one that failed: what it is given would be rounded again. Nor one of
+    which a divisor is made that does not fit.
     """
     smallest, largest = _SIZES[change.narrow]
 
     def fits(call: TorchCall) -> bool:
         size = sizes.get(call, torch.inf)
         is_fitting = size == 0 or smallest < size < largest
+        is_fitting &= call.key not in divisors
         return is_fitting and not has(call.name, "moves")
 
     fitting = _keys_of(calls, fits)

@@ -48,7 +48,6 @@ def rule_edits(
     root: TorchCall,
     calls: Sequence[TorchCall],
     found_of: Callable[[TorchCall], Found | None],
-    anywhere: bool = False,
 ) -> tuple[Edit, ...]:
     """The edits that put an expression in place of the calls of a key.
 
@@ -60,7 +59,7 @@ def rule_edits(
     if not all(found):
         raise NotWrittenError("it differs from one turn of a loop to another")
     pairs = zip(alike, found, strict=True)
-    texts = [Writer(c, calls, anywhere).edits(f) for c, f in pairs if f is not None]
+    texts = [Writer(c, calls).edits(f) for c, f in pairs if f is not None]
     if any(each != texts[0] for each in texts):
         raise NotWrittenError("it reads values of earlier turns of a loop")
     return texts[0]
@@ -80,17 +79,15 @@ class Writer(ast.NodeTransformer):
             calls, with the module's arguments and attributes.
     """
 
-    def __init__(
-        self, root: TorchCall, calls: Sequence[TorchCall], anywhere: bool = False
-    ) -> None:
+    def __init__(self, root: TorchCall, calls: Sequence[TorchCall]) -> None:
         self._root, self._calls, self._names = root, calls, dict[str, Any]()
         self._numbers: dict[str, float] = {}
         self._target: Any = None  # what the call writes to
         self._read: set[ast.AST] = set()  # what may be computed once, and stands here
         self._kept: dict[ast.AST, ast.Name] = {}  # names of what else may be so
-        is_inner = len(root.sites) == 2 and bool(inner_place(root)) and not anywhere
+        is_inner = len(root.sites) == 2 and bool(inner_place(root))
         self._site = root.sites[-1] if is_inner else root.sites[0]
-        if not (anywhere or is_of_program(self._site.file)):
+        if not is_of_program(self._site.file):
             raise NotWrittenError("it is in an installed package")
         self._source = SourceText.of(self._site.file)
         self.node = node_at(self._site)

@@ -207,15 +207,15 @@ The compiled step is non-finite each time, and the same code run eagerly is not.
     may_be_intended=True,
     translations={"zh": "仅在编译后的代码中", "ko": "컴파일된 코드에서만"},
 )
-MASK = Cause(
-    "mask",
-    "each -inf is a constant that code wrote, as `masked_fill` does, and the step run "
-    "again is finite beside them; where it is meant, `allow` keeps it from being an "
-    "alarm",
+CONSTANT = Cause(
+    "constant",
+    "code wrote the inf or nan as a number, as `masked_fill` does, and no operation "
+    "has computed it; where it is meant, `allow` keeps it from being an alarm",
     sections=("Attention masks",),
-    gist="{name}: {call} writes -inf as a constant",
+    gist="{name}: {numbers}{reason}",
+    remedies=("calls",),
     may_be_intended=True,
-    translations={"zh": "掩码", "ko": "마스크"},
+    translations={"zh": "常量", "ko": "상수"},
 )
 UNKNOWN = Cause(
     "unknown",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ... import _C
 from ...base.tree import tensors
-from ..report.causes import MASK
+from ..report.causes import CONSTANT
 from ..report.report import Report
 from ..verdict.bad_frames import BadFrame
 from ..watching.inputs import is_plain
@@ -40,7 +40,7 @@ class WrittenInfs:
             output: What it has returned.
         """
         found = report.explanation
-        is_written = found is not None and found.cause == MASK.name
+        is_written = found is not None and found.cause == CONSTANT.name
         if not (is_written and _are_minus_inf(frames) and _leaves_rows(output)):
             return False
         self._places.update(_places(frames))
