@@ -113,7 +113,7 @@ $(WHEELS)/torch-%/built-$(COMMIT):
 	$(PYTHON) -m venv $(@D)/env
 	$(@D)/env/bin/python -m pip install -q "torch==$*" setuptools wheel ninja pybind11 \
 	  msgspec numpy pytest hypothesis allpairspy
-	git archive HEAD | tar x -C $(@D)/source
+	git archive $(COMMIT) | tar x -C $(@D)/source
 	OVERFLOW_FAST_CUDA=0 $(@D)/env/bin/python -m pip wheel -q --no-build-isolation \
 	  --no-deps -w $(@D) $(@D)/source
 	@touch $@
