@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Those that wheels are for, as in the workflows: an extension works with no other release.
-TORCHES ?= 2.10.0 2.11.0 2.13.0 2.15.0
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
