@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Those that wheels are for, as in the workflows: an extension works with no other release.
-TORCHES ?= 2.10.0 2.11.0 2.13.0 2.15.0
+TORCHES ?= 2.10.0 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 CXX ?= g++
 # How many processes run the tests.
 JOBS ?= auto
@@ -113,7 +113,7 @@ $(WHEELS)/torch-%/built-$(COMMIT):
 	$(PYTHON) -m venv $(@D)/env
 	$(@D)/env/bin/python -m pip install -q "torch==$*" setuptools wheel ninja pybind11 \
 	  msgspec numpy pytest hypothesis allpairspy
-	git archive HEAD | tar x -C $(@D)/source
+	git archive $(COMMIT) | tar x -C $(@D)/source
 	OVERFLOW_FAST_CUDA=0 $(@D)/env/bin/python -m pip wheel -q --no-build-isolation \
 	  --no-deps -w $(@D) $(@D)/source
 	@touch $@

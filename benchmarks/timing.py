@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import itertools
@@ -11,25 +12,32 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import torch
 
-QUICK = "--quick" in sys.argv
 
-
-def _device() -> torch.device:
-    """The device that the command line names."""
-    if "--device" not in sys.argv:
-        return torch.device("cpu")
-    name = dict(itertools.pairwise(sys.argv))["--device"]
-    if name not in ("cpu", "cuda"):
-        sys.exit(f"--device must be cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
+def _options() -> argparse.Namespace:
+    """The options of every benchmark. A script's own words are left to it."""
+    is_benchmark = Path(sys.argv[0]).name.startswith("bench_")
+    parser = argparse.ArgumentParser(
+        description=sys.modules["__main__"].__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=is_benchmark,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a try that writes no result")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="what is measured")
+    options, _ = parser.parse_known_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"error: torch {torch.__version__} sees no GPU")
-    return torch.device(name)
+    return options
 
 
-DEVICE = _device()
+OPTIONS = _options()
+QUICK = OPTIONS.quick
+DEVICE = torch.device(OPTIONS.device)
 ON_GPU = DEVICE.type == "cuda"
 MIN_SECONDS = 5e-3 if ON_GPU else 2e-3
 MAX_CALLS = 100 if ON_GPU else sys.maxsize  # a GPU's queue holds about 1000 launches

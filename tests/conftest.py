@@ -289,9 +289,6 @@ def no_guard_is_left():
     yield
     for parts in list(guards_of_process._guards):
         parts.disable()
-    installed = sys.modules.get("overflow_fast.integrations.transformers")
-    if installed is not None:  # in the place of transformers' own detector
-        installed.uninstall()
 
 
 @pytest.fixture

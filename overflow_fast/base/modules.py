@@ -24,6 +24,7 @@ from ..torch_internals.module_internals import (
     holds_gradients,
 )
 from ..torch_internals.tensor_internals import local_tensor
+from .text import kind_of
 
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 ENGINES_MODULE = "module"  # where a wrapper of an engine's has the model
@@ -300,8 +301,7 @@ class Handles(list[RemovableHandle]):
 def check_module(model: object, argument: str = "model") -> None:
     """Raises TypeError if an argument is no module."""
     if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise TypeError(f"{argument} must be a torch.nn.Module, got {kind}")
+        raise TypeError(f"{argument} must be a torch.nn.Module, got {kind_of(model)}")
 
 
 def step_of(

@@ -157,6 +157,13 @@ def as_lines(sentences: Iterable[str]) -> str:
     return "\n".join(line for each in sentences for line in wrapped(each))
 
 
+def kind_of(value: object) -> str:
+    """Names the class of a value, for an error; a class as such."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return type(value).__name__
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
     """Writes the rows of a table as lines.
 

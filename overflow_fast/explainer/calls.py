@@ -241,7 +241,8 @@ def loss_and_gradients(call: Call, output: Any) -> list[tuple[Any, Any]]:
 
 def made_again(kept: KeptCall) -> Call:
     """Makes a call that a guard has kept one that can be made again."""
-    is_of_model = isinstance(kept.function, nn.Module)
+    callee = kept.callee
+    is_of_model = isinstance(callee, nn.Module)
     call = object.__new__(ModelCall if is_of_model else Call)
     vars(call).update(vars(kept))
     call.kept = kept
@@ -249,9 +250,7 @@ def made_again(kept: KeptCall) -> Call:
     if kept.began is not None:
         call.seconds = perf_counter() - kept.began
     call.function = (
-        functools.partial(call_model, kept.function)
-        if is_of_model
-        else Captured.of(kept.function)
+        functools.partial(call_model, callee) if is_of_model else Captured.of(callee)
     )
     return call
 
@@ -268,7 +267,7 @@ def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
     """
     if clean is None or call.kept is None or not call.returns_loss:
         return None
-    now, then = marks_of(call.kept.function), clean.function
+    now, then = marks_of(call.kept.callee), clean.function
     if len(now) != len(then) or not all(map(_is_same_mark, now, then)):
         return None
     kept = Call.view_of(clean)

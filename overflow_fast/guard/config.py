@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
+from ..base.text import kind_of
 from ..detector.selection import Wanted
 from .kinds import (
     ALLOW,
@@ -97,9 +98,9 @@ def _check_monitors(name: str, monitors: Any) -> None:
         )
     for i, each in enumerate(monitors):
         if not isinstance(each, Monitor):
-            is_class = isinstance(each, type)
-            got = f"the class {each.__name__}" if is_class else type(each).__name__
-            raise TypeError(f"{name} must hold monitors such as Spikes(), got {got}")
+            raise TypeError(
+                f"{name} must hold monitors such as Spikes(), got {kind_of(each)}"
+            )
         if type(each) in map(type, monitors[:i]):
             raise ValueError(
                 f"{name} must hold one monitor of a kind, got two of "

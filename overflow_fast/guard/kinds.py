@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from ..base.tensors import check_number
-from ..base.text import either, nearest
+from ..base.text import either, kind_of, nearest
 from ..detector.selection import Wanted
 from .policy import ACTIONS
 from .process import has_process_group
@@ -239,15 +239,9 @@ def exporters_of(metrics: Any) -> list[Exporter]:
             raise TypeError(
                 "metrics must be a callable that takes the step and a dict of numbers, "
                 "such as overflow_fast.integrations.tensorboard.TensorBoardMetrics(), "
-                f"a list of them, or None, got {_name(each)}"
+                f"a list of them, or None, got {kind_of(each)}"
             )
     return several
-
-
-def _name(each: object) -> str:
-    if isinstance(each, type):
-        return f"the class {each.__name__}"
-    return type(each).__name__
 
 
 def check_metrics(name: str, metrics: Any) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.modules import named_modules, parameters_of
+from ..base.text import kind_of
 from ..detector.selection import check_patterns, full_name
 from .config import GuardConfig
 from .files.writing import why_not_writable
@@ -52,7 +53,7 @@ def _wrong_model(model: object) -> TypeError:
     return TypeError(
         "model must be a torch.nn.Module, a list or a dict of them, or an object with "
         "such attributes, got "
-        f"{type(model).__name__}"
+        f"{kind_of(model)}"
         + ": give the model, and not its parameters or state_dict"
         * isinstance(model, torch.Tensor)
         + ": give the model first, and then the optimizer"

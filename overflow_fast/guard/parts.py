@@ -123,7 +123,7 @@ class GuardParts:
         self._start = start = RestorePoint(watches, bool(hooks)) if is_kept else None
         self.keeper: CallKeeper | None = None
         if start is not None and config.may_replay:
-            self.keeper = make_keeper(watches, start)
+            self.keeper = make_keeper(watches, start, optimizers)
         self.timer = OverheadTimer(watches)
         self.measurements = Measurements(config, watches, self.timer)
         self.headroom = self.measurements.headroom

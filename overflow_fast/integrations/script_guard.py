@@ -132,7 +132,9 @@ class ScriptGuard:
         original = Optimizer.__init__
         Optimizer.__init__ = self._noting(original)  # type: ignore[method-assign]
         try:
-            with on_import("transformers.debug_utils", replace_detector):
+            with contextlib.ExitStack() as replaced:
+                replace = functools.partial(replace_detector, replaced)
+                replaced.enter_context(on_import("transformers.debug_utils", replace))
                 yield
         except BaseException as error:
             for guard in self._all_guards:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -50,9 +51,13 @@ def _trainers() -> dict[str, type[Any]]:
     return {name: each for name, each in found.items() if isinstance(each, type)}
 
 
-def replace_detector() -> None:
-    """Puts this package's detector in the place of transformers' own."""
+def replace_detector(until: contextlib.ExitStack) -> None:
+    """Puts this package's detector in the place of transformers' own.
+
+    Args:
+        until: Puts transformers' own back at its end.
+    """
     try:
-        install()
+        until.enter_context(install())
     except ImportError as error:
         _log.warning("transformers' own detector stays: %s", error)

@@ -82,7 +82,8 @@ def install() -> contextlib.ExitStack:
     changes nothing. Detectors that exist already are left alone.
 
     Returns:
-        A context manager that calls `uninstall` when left; it need not be used.
+        A context manager that calls `uninstall` when left, unless this package's
+        detector was there before; it need not be used.
 
     Raises:
         ImportError: If transformers is missing or has no such detector.
@@ -93,10 +94,11 @@ def install() -> contextlib.ExitStack:
     """
     original = _original()
     debug_utils = sys.modules["transformers.debug_utils"]
+    stack = contextlib.ExitStack()
+    if not hasattr(debug_utils, _ORIGINAL):
+        stack.callback(uninstall)
     setattr(debug_utils, _ORIGINAL, original)
     _replace(original, TrainerDetector)
-    stack = contextlib.ExitStack()
-    stack.callback(uninstall)
     return stack
 
 

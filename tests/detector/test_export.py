@@ -87,3 +87,14 @@ def test_a_trace_that_somebody_may_run_is_counted(as_kept):
     with OverflowGuard(model, None, "warn") as guard:
         run_as_fx(model)
         as_kept(list(guard.coverage().not_scanned))
+
+
+@pytest.mark.parametrize("watch", WATCHES[1:])
+def test_hooks_stand_in_one_order(watch):
+    """Compilers of torch 2.10 and 2.11 go by that of the dict, modules by the other."""
+    model = make(depth=1)[0]
+    watcher = watch(model)
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            assert list(dict.keys(hooks)) == list(hooks)
+    watcher.remove()

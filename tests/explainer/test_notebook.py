@@ -1,6 +1,7 @@
 """Notebooks, where the file of a line is a cell."""
 
 import gc
+import weakref
 
 import pytest
 
@@ -95,6 +96,45 @@ def test_a_line_of_a_cell_is_changed_in_a_trial(shell, tmp_path, expression):
     (page,) = (each.read_text() for each in kept if each.name == "page.html")
     assert best.place in page and "A line of a notebook" in page
     shell.user_ns["guard"].remove()
+
+
+SHOWN = """import weakref
+import overflow_fast
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+guard = overflow_fast.OverflowGuard(model, optimizer)
+guard
+"""
+BATCHES = """kept = []
+
+def train(model, optimizer):
+    for i in range(3):
+        batch = torch.ones(3, 2)
+        kept.append(weakref.ref(batch))
+        loss = {call}.sum()
+        if i == {num_judged}:
+            break
+        loss.backward()
+        optimizer.step()
+
+train(model, optimizer)
+"""
+
+
+@pytest.mark.parametrize("num_judged", [2, 3])
+@pytest.mark.parametrize("call", ["model(batch)", "guard.run(lambda: model(batch))"])
+def test_a_guard_that_was_shown_keeps_no_batch_of_a_model_that_is_gone(
+    shell, call, num_judged
+):
+    run(shell, MODEL.format("h"))
+    run(shell, SHOWN)
+    run(shell, BATCHES.format(call=call, num_judged=num_judged))
+    names = shell.user_ns
+    assert names["guard"] in names["Out"].values()
+    names["kept"].append(weakref.ref(names["model"]))
+    run(shell, "del model, optimizer")
+    gc.collect()
+    assert [each() for each in names["kept"]] == [None] * 4
 
 
 def test_other_files_keep_their_names():

@@ -1,7 +1,5 @@
 """Devices' own overflow flags: they are asked once a step, and act like a bad value."""
 
-import types
-
 import pytest
 import torch
 from guarding import batches, make, train_step
@@ -9,7 +7,6 @@ from guarding import batches, make, train_step
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, flags
 from overflow_fast.guard.verdict.verdict import is_of_flag
-from overflow_fast.integrations import torch_npu
 
 SENTENCE = (
     "the device's overflow flag was set, and no tensor that was seen is bad: an "
@@ -160,75 +157,3 @@ def test_what_cannot_be_registered_is_refused(as_kept):
 
     as_kept.errors(call, [(3, print, print), ("npu", None, print), ("npu", print, 1)])
     assert overflow_fast.flags is flags
-
-
-# The adapter, with stand-ins that behave as versions of torch_npu do.
-
-
-def stand_in(supports_inf_nan, place="utils"):
-    """torch_npu: its functions raise where the chip has inf and nan instead."""
-    status = {"flag": False}
-
-    def read():
-        if supports_inf_nan:
-            raise RuntimeError("Unsupported api when soc_version >= Ascend910B1")
-        return status["flag"]
-
-    def clear():
-        if supports_inf_nan:
-            raise RuntimeError("Unsupported api when soc_version >= Ascend910B1")
-        status["flag"] = False
-
-    utils = types.SimpleNamespace()
-    npu = types.SimpleNamespace(utils=utils)
-    owner = utils if place == "utils" else npu
-    owner.get_npu_overflow_flag, owner.clear_npu_overflow_flag = read, clear
-    if supports_inf_nan is not None:
-        utils.is_support_inf_nan = lambda: supports_inf_nan
-    return types.SimpleNamespace(npu=npu), status
-
-
-@pytest.fixture
-def as_npu(monkeypatch):
-    """The CPU stands in for an NPU."""
-    monkeypatch.setattr(torch_npu, "DEVICE_TYPE", "cpu")
-    yield
-    flags.unregister("cpu")
-
-
-@pytest.mark.parametrize("place", ["utils", "npu"])
-@pytest.mark.parametrize("mode", [False, None])
-def test_an_npu_that_saturates_has_a_flag(model, optimizer, as_npu, mode, place):
-    module, status = stand_in(mode, place)
-    assert torch_npu.install(module)
-    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
-    loss = model(*batches(1)[0])["loss"]
-    loss.backward()
-    status["flag"] = True
-    optimizer.step()
-    assert guard.last_step_skipped and is_of_flag(guard.last_report.verdict)
-    assert not status["flag"]  # cleared for the next step
-
-
-def test_an_npu_with_inf_and_nan_has_none(as_npu):
-    module, _ = stand_in(True)
-    assert not torch_npu.install(module)
-    assert not torch_npu.install(types.SimpleNamespace())
-    assert not flags.of_devices
-
-
-def test_a_pipeline_that_clears_the_flag_hides_the_overflow(model, optimizer, as_npu):
-    module, status = stand_in(False)
-    torch_npu.install(module)
-    guard = OverflowGuard(model, optimizer, on_overflow="skip", explain=False)
-    for micro_batch in batches(2):
-        model(*micro_batch)["loss"].backward()
-        status["flag"] = micro_batch is not None and not status["flag"]
-        module.npu.utils.clear_npu_overflow_flag()
-    optimizer.step()
-    assert not guard.last_step_skipped
-
-
-def test_without_torch_npu_it_says_so():
-    with pytest.raises(ImportError, match="torch_npu"):
-        torch_npu.install()

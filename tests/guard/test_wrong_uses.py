@@ -15,6 +15,8 @@ WRONG = {
     "another name": lambda: OverflowGuard(MODEL, OPTIMIZER, on_nan="skip"),
     "no such name": lambda: OverflowGuard(MODEL, OPTIMIZER, policy="skip"),
     "optimizer first": lambda: OverflowGuard(OPTIMIZER, MODEL),
+    "a class": lambda: OverflowGuard(nn.Linear, OPTIMIZER),
+    "an optimizer's class": lambda: OverflowGuard(MODEL, type(OPTIMIZER)),
     "parameters": lambda: OverflowGuard(MODEL.parameters()),
     "an optimizer's state": lambda: assert_finite_state(OPTIMIZER),
     "no submodule": lambda: OverflowGuard(nn.Linear(1, 1), include=["h.*"]),

@@ -11,6 +11,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from overflow_fast import DebugUnderflowOverflow
+from overflow_fast.integrations.script_guard import ScriptGuard
 from overflow_fast.integrations.transformers import TrainerDetector, install, uninstall
 
 pytestmark = pytest.mark.slow
@@ -100,6 +101,20 @@ def test_install_and_uninstall_are_exact_and_idempotent():
     uninstall()
     uninstall()
     assert vars(transformers.debug_utils) == before
+
+
+def test_leaving_puts_back_what_was_there():
+    with install():
+        with install():
+            pass
+        assert transformers.trainer.DebugUnderflowOverflow is TrainerDetector
+    assert transformers.trainer.DebugUnderflowOverflow is Original
+
+
+def test_a_guarded_program_gives_back_what_is_replaced():
+    with ScriptGuard({}).watching():
+        assert transformers.trainer.DebugUnderflowOverflow is TrainerDetector
+    assert transformers.trainer.DebugUnderflowOverflow is Original
 
 
 def test_a_trainer_that_is_imported_later_is_reached_and_given_back(monkeypatch):

@@ -293,3 +293,10 @@ def test_the_check_runs_on_the_cpu(tmp_path, monkeypatch, capsys):
     assert stages["hooks"]["hooks.json"]["machine"]["commit"]
     assert stages["gpu-tests"]["status"] == PASSED
     assert stages["sanitizer"]["status"] == NOT_RUN
+
+
+def test_help_of_a_benchmark_measures_nothing():
+    done = python(str(ROOT / "benchmarks/bench_scan.py"), "--help")
+    assert done.returncode == 0, done.stderr
+    assert "the scan against a plain read" in done.stdout and "--quick" in done.stdout
+    assert not done.stderr

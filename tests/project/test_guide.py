@@ -545,6 +545,21 @@ def test_a_debug_flag(code, monkeypatch):
             detector.remove()
 
 
+@runs("a-debug-flag 2")
+def test_a_monitor_with_steps_and_a_file(code, tmp_path, monkeypatch):
+    monitor_of = run(code)["monitor_of"]
+    model = nn.Linear(2, 1)
+    optimizer = sgd(model)
+    with monitor_of(model, optimizer, tmp_path, None) as monitor:
+        monitor.set_step(7)
+        model(torch.full((1, 2), float("inf"))).sum().backward()
+        with pytest.raises(overflow_fast.NonFiniteError, match="Step 7"):
+            optimizer.step()
+    assert (tmp_path / "debug" / "guard.jsonl").exists()
+    monkeypatch.setitem(sys.modules, "overflow_fast", None)
+    assert monitor_of(model, optimizer, tmp_path, lambda *given: given[0]) is model
+
+
 PARTS = "a-training-loop-with-parts-of-a-model"
 CAUGHT = examples()[f"docs/guides/optional.md#{PARTS} 2"]
 runs.untested.discard(f"{PARTS} 2")

@@ -111,7 +111,7 @@ class plant:
 
     def _spoil(self, tensor):
         spoiled = tensor.clone()
-        spoiled.view(-1)[self.at] = self.value
+        spoiled.view(-1)[self.at].fill_(self.value)
         return spoiled
 
     def _hook(self, module, args, output):

@@ -7,14 +7,17 @@
    bad step has left may be why this one is bad.
 3. `clear()` ends a judged step: nothing is kept but the batch of a clean step, for
    remedies to be measured with.
+4. Models and optimizers are held weakly. When the last of either is gone, nothing is
+   kept: a notebook's `Out` may have the guard for as long as the notebook runs.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from types import FrameType
@@ -22,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...base.modules import first_parameter_of, parameters_of
 from ...base.tensors import devices_of, loss_in
@@ -30,7 +34,7 @@ from ...base.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
 from ...torch_internals.running import graph_task_id, is_recorded
 from ..undo.restore_point import RestorePoint
-from ..watching.watch import ModelWatch
+from ..watching.watch import ModelWatch, models_of
 from .ambient import Ambient
 from .held_function import HeldFunction
 from .kept_call import KeptCall
@@ -59,6 +63,8 @@ class CallKeeper:
 
     Args:
         start: The models as they were when the step began.
+        needed: The models, and the optimizers if there are any: without any of one of
+            these no step is judged.
 
     Attributes:
         start: The same.
@@ -81,8 +87,9 @@ class CallKeeper:
 
     first_batches: Mapping[int, int] = {}
 
-    def __init__(self, start: RestorePoint) -> None:
+    def __init__(self, start: RestorePoint, *needed: Iterable[object]) -> None:
         self.start = start
+        self._needed = [[weakref.ref(x, self._on_gone) for x in n] for n in needed]
         self.clean: KeptCall | None = None
         self.recent: deque[tuple[Samples, Samples]] = deque(maxlen=_NUM_RECENT)
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
@@ -123,7 +130,9 @@ class CallKeeper:
             is_compiled, known = compiled_call_of(model)
             called = model if known is None else known
             is_compiled = is_compiled and known is None
-        self._now.open = call = KeptCall(called, batch, ambient, found)
+        # A wrapper that has called the model may be the program's for that call alone.
+        function = weakref.ref(model) if called is model else called
+        self._now.open = call = KeptCall(function, batch, ambient, found)
         call.is_part_of_compiled = is_compiled
         call.has_stand_ins = has_stand_ins
         call.called_at = _calling_line()
@@ -253,6 +262,11 @@ class CallKeeper:
         if self.hidden_by == COMPILED:
             self.hidden_by = ""
 
+    def _on_gone(self, _: weakref.ref[object]) -> None:
+        if not all(any(each() is not None for each in kind) for kind in self._needed):
+            self.calls.clear()
+            self.clean = None
+
     def _is_captured(self, devices: Sequence[torch.device]) -> bool:
         """True if a CUDA graph is being captured, whose replays call no hook."""
         has_device = any(each.type == "cuda" for each in devices)
@@ -285,9 +299,14 @@ def _calling_line() -> tuple[str, int]:
     return "", 0
 
 
-def make_keeper(watches: Sequence[ModelWatch], start: RestorePoint) -> CallKeeper:
+def make_keeper(
+    watches: Sequence[ModelWatch],
+    start: RestorePoint,
+    optimizers: Sequence[Optimizer],
+) -> CallKeeper:
     """Makes the watches keep their calls."""
-    keeper = CallKeeper(start)
+    needed = filter(None, (list(models_of(watches).values()), optimizers))
+    keeper = CallKeeper(start, *needed)
     for watch in watches:
         watch.inputs.captures.append(keeper)
     return keeper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence, Set
 from typing import Any
 
@@ -29,7 +30,7 @@ class KeptCall:
     """One call of the step: of a model, or of a function that calls models.
 
     Attributes:
-        function: The model, or the `HeldFunction`.
+        function: The model, or a weak reference to it, or the `HeldFunction`.
         batch: What it is called with, in any nesting.
         ambient: What was set when it began.
         outputs: The tensors whose gradients are held, weakly.
@@ -88,6 +89,12 @@ class KeptCall:
         self._tensors = given_in(batch, CALL_DEPTH) if tensors is None else tensors
         self._versions = _C.versions_of(self._tensors)
         self._samples = _C.samples_of(self._tensors, NUM_SAMPLED)
+
+    @property
+    def callee(self) -> Any:
+        """The function; of a weak reference the model, or None if that is gone."""
+        own = self.function
+        return own() if isinstance(own, weakref.ref) else own
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -149,6 +156,6 @@ class KeptCall:
             given = self.function.given
             numbers = {k: each for k, each in given.items() if type(each) in VALUES}
             self.batch = {**numbers, **self.batch}
-        self.function = marks_of(self.function)
+        self.function = marks_of(self.callee)
         self.held, self.outputs, self.forwards = {}, [], ()
         return self

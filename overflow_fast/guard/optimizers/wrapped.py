@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ...base.text import kind_of
 from ...torch_internals.module_internals import has_step_hooks
 from .held_optimizers import optimizers_in
 
@@ -67,6 +68,6 @@ def optimizers_of(optimizer: Any) -> list[Optimizer]:
         except AttributeError:
             raise TypeError(
                 "optimizer must be a torch.optim.Optimizer, a wrapper with one as its "
-                f"`optimizer`, a list of them, or None, got {type(each).__name__}"
+                f"`optimizer`, a list of them, or None, got {kind_of(each)}"
             ) from None
     return several

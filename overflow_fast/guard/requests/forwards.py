@@ -38,6 +38,7 @@ from ...base.text import drop_own_frames
 from ...base.tree import children, path_text
 from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import (
+    forward_hooks,
     forward_pre_hooks,
     is_dry_run,
     share_called_key,
@@ -371,7 +372,9 @@ class Forwards:
         share_called_key(module, last, _LAST_KEY)
         self._handles += [first, last]
         if not (self._is_tripwire or module is watch.model):
-            self._handles.append(module.register_forward_hook(own.after, prepend=True))
+            after = module.register_forward_hook(own.after)
+            move_hook_to_front(forward_hooks(module), after.id)
+            self._handles.append(after)
 
     def detach(self) -> None:
         """Removes them."""

@@ -13,19 +13,13 @@ from typing import Any, NamedTuple
 
 from ...base.text import counted, printable
 from ...guard.files.fields import tag_of
-from ...guard.files.json_text import SCHEMA, dumps, parse_object
+from ...guard.files.json_text import dumps, parse_object
 from ...guard.files.reading import FileError, lines_of, open_regular
-from ...guard.files.schema import head_of
-from ...guard.record.record_lines import KIND as RECORD
 from ...guard.report.log_lines import RunLine
-from .log_reading import decoder
+from .log_reading import LogError, check_first, decoder
 from .subcommand import Commands, add_command, command, fail, reason, warn
 
 _PAUSE = 0.5  # seconds between two looks at a log that is followed
-
-
-class LogError(FileError):
-    """A file that cannot be read as a log; says why."""
 
 
 @command(after="doctor")
@@ -153,7 +147,7 @@ class _Log:
             for text in lines_of(file):
                 self.has_lines = True
                 if self._offset == 0:
-                    self._check(text)
+                    check_first(self.path, text)
                 if text is not None and not text.endswith(b"\n"):
                     self.is_truncated = True
                     return
@@ -176,21 +170,6 @@ class _Log:
         elif isinstance(line, RunLine):  # which tells it for the others
             self._ranks[line.run] = rank
         return _Line(line, rank, text)
-
-    def _check(self, first: bytes | None) -> None:
-        """Raises LogError if a first line is not that of a log that can be read."""
-        head = head_of(first)
-        if head.kind == RECORD:
-            raise LogError(
-                f"{self.path} is a flight record: see `overflow-fast export`, `watch` "
-                "and `report`."
-            )
-        if head.overflow_fast is None:
-            raise LogError(f"{self.path} is no log of overflow_fast.")
-        try:
-            head.check_schema(SCHEMA)
-        except FileError as error:
-            raise LogError(f"{self.path} cannot be read: {error}.") from error
 
 
 class _Line(NamedTuple):

@@ -196,6 +196,15 @@ def test_the_command_counts_what_stands_in_the_log(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"][0]["steps"] == [11]
 
 
+def test_a_file_that_is_no_log_has_no_incidents_to_count(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("import torch\n")
+    assert main(["suspects", str(path)]) == 2
+    assert f"{path} is no log of overflow_fast" in capsys.readouterr().err
+    path.write_text("")
+    assert main(["suspects", str(path)]) == 0
+
+
 def collected(folder, collect):
     """What each rank has after a bad step of rank 1, and the files of all."""
     own = folder / collect
