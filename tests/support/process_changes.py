@@ -83,7 +83,8 @@ class Look:
             elif isinstance(value, (dict, list, set)) and key not in COUNTED:
                 known = content_of(value), items_of(value)
                 self.containers.append((place, value, *known))
-            if isinstance(value, type) and value.__module__ == name:
+            is_class = isinstance(value, type) and value.__module__ == name
+            if is_class and value.__name__ == key:  # else it is another name of it
                 self._add(place, vars(value))
 
     @staticmethod
