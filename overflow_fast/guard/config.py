@@ -201,8 +201,7 @@ class GuardConfig(Options):
         default=None,
         metadata=option(
             "Exporters that receive numbers after each watched step: a callable that "
-            "takes the step and a dict, such as `TensorBoardMetrics()` of "
-            "`overflow_fast.integrations.tensorboard`, or several.",
+            "takes the step and a dict of numbers by name, or several.",
             METRICS,
         ),
     )

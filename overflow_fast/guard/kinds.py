@@ -238,7 +238,6 @@ def exporters_of(metrics: Any) -> list[Exporter]:
         if not callable(each) or isinstance(each, type):
             raise TypeError(
                 "metrics must be a callable that takes the step and a dict of numbers, "
-                "such as overflow_fast.integrations.tensorboard.TensorBoardMetrics(), "
                 f"a list of them, or None, got {kind_of(each)}"
             )
     return several

@@ -1,7 +1,6 @@
 """Pickles and copies of trainers, callbacks and exporters."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -79,27 +78,3 @@ def test_copies_of_a_callback_share_what_it_was_given(tmp_path):
     assert same.guard is None
     fit(tmp_path, same)
     assert callback.seen == [0, 1, 2] * 2
-
-
-def test_exporters_can_be_pickled(tmp_path, caplog, as_kept):
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("prometheus_client")
-    from prometheus_client import CollectorRegistry
-
-    from overflow_fast.integrations.prometheus import PrometheusMetrics
-    from overflow_fast.integrations.tensorboard import TensorBoardMetrics
-
-    exporters = [
-        TensorBoardMetrics(tmp_path / "guard"),
-        PrometheusMetrics(registry=CollectorRegistry()),
-    ]
-    callback = guard_callback(metrics=exporters)
-    fit(tmp_path, callback)
-    same = pickle.loads(pickle.dumps(callback))
-    assert len(list((tmp_path / "guard").iterdir())) == 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.utils.tensorboard.writer.time.time", lambda: 7)
-        fit(tmp_path, same)
-    assert len(list((tmp_path / "guard").iterdir())) == 2
-    as_kept([each.exc_info[1] for each in caplog.records if each.exc_info])
-    pickle.loads(pickle.dumps(exporters[1])).close()

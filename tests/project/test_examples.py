@@ -40,7 +40,7 @@ SAID = {
     "nanogpt": [
         "Step 0: ",
         "bmm in `q @ k.transpose(-2, -1)` at nanogpt.py:",
-        "tried compute `q @ k.transpose(-2, -1)` in float32, up to line",
+        'keep_in_fp32(model, ["blocks.1.attn"])',
     ],
     "nanogpt healthy": ["step 9: loss"],
     "trainer": [
