@@ -61,8 +61,9 @@ class Debiased(torch.optim.Optimizer):
         group = self.param_groups[0]
         for p in group["params"]:
             scale = self.state[p].setdefault("scale", torch.tensor(group["begins"]))
-            p.add_(p.grad / scale.abs(), alpha=-1e-2)
-            scale.add_(1)
+            if p.grad is not None:
+                p.add_(p.grad / scale.abs(), alpha=-1e-2)
+                scale.add_(1)
 
 
 class InHalf(torch.optim.Optimizer):
@@ -421,6 +422,22 @@ def test_the_first_steps_of_an_optimizer_that_is_not_torchs_are_looked_at(first)
                 step(model, optimizer)
     assert raised.value.report.step == first == guard.step - 1
     assert_same(before, [p.detach().clone() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_first_steps_of_a_weight_that_is_trained_later_are_looked_at(first):
+    model, optimizer = make(lambda params: Debiased(params, 5))
+    late = next(model.parameters()).requires_grad_(False)
+    optimizer.state[late]["scale"] = torch.tensor(-first)
+    with OverflowGuard(model, optimizer) as guard:
+        for _ in range(5):
+            step(model, optimizer)
+        late.requires_grad_(True)
+        with pytest.raises(NonFiniteError) as raised:
+            for _ in range(2):
+                step(model, optimizer)
+    assert raised.value.report.step == 5 + first == guard.step - 1
+    assert late.isfinite().all()
 
 
 @pytest.mark.explains

@@ -27,10 +27,11 @@ class Doubts:
     """Doubts steps by their largest gradient, and by the rates of their optimizers.
 
     Of an optimizer that is not torch's the arithmetic is not known: it may divide by a
-    norm of 0, or cast to a narrow dtype. It is doubted in its first steps, and where
-    the largest gradient is larger, or more of them are 0, than in any step before. Of
-    steps in which some are 0 the 1st, 2nd, 4th, 8th, ... are doubted, too: to doubt all
-    would copy a model in each step in which a part of it is idle.
+    norm of 0, or cast to a narrow dtype. It is doubted in its first steps, also of
+    weights that have gradients later than others, and where the largest gradient is
+    larger, or more of them are 0, than in any step before. Of steps in which some are 0
+    the 1st, 2nd, 4th, 8th, ... are doubted, too: to doubt all would copy a model in
+    each step in which a part of it is idle.
 
     Args:
         watches: The watched models.
@@ -75,7 +76,9 @@ class Doubts:
         """True if an optimizer has made no step yet of gradients such as these."""
         seen = self._seen.setdefault(optimizer, _Seen())
         num_zero = sum(watch.recorder.num_zero_gradients for watch in self._watches)
-        return seen.add(largest, num_zero)
+        given = (p for group in optimizer.param_groups for p in group["params"])
+        num_given = sum(each.grad is not None for each in given)
+        return seen.add(largest, num_zero, num_given)
 
 
 @dataclass
@@ -83,19 +86,23 @@ class _Seen:
     """The gradients of an optimizer's steps so far.
 
     Attributes:
-        num_steps: How many steps there were.
+        num_given: Of how many weights at most.
+        num_steps: How many steps there were since they were of more than before.
         num_with_zeros: In how many of them a gradient was 0 throughout.
         most_zeros: How many were so in one step at most.
         largest: The largest magnitude of all.
     """
 
+    num_given: int = 0
     num_steps: int = 0
     num_with_zeros: int = 0
     most_zeros: int = 0
     largest: float = 0.0
 
-    def add(self, largest: float, num_zero: int) -> bool:
+    def add(self, largest: float, num_zero: int, num_given: int) -> bool:
         """Adds a step; returns True if there was none like it."""
+        if num_given > self.num_given:
+            self.num_given, self.num_steps = num_given, 0
         self.num_steps += 1
         self.num_with_zeros += num_zero > 0
         is_power = self.num_with_zeros & (self.num_with_zeros - 1) == 0
