@@ -7,6 +7,7 @@ added here.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -429,7 +430,7 @@ class Search:
         failure.loss = loss_of(traced)
         losses = step.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
-        failure.usual_loss = max(before, default=None)
+        failure.usual_loss = statistics.median_low(before) if before else None
         slopes = [*step.past.gradients, step.past.last_gradient]
         failure.usual_gradient = max(filter(math.isfinite, slopes), default=0.0)
         failure.optimizers = step.optimizers

@@ -65,7 +65,7 @@ class Failure:
         loss: The loss of the step, where it is finite; else None.
         met: The forward operation whose derivative was the first to be non-finite,
             where a tensor of the batch was so before.
-        usual_loss: The largest loss of the steps before, or None.
+        usual_loss: The median loss of the steps before, or None.
         usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
             none is known.
         optimizers: The optimizers, which make a step with what is tried.

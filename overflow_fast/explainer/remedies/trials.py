@@ -390,7 +390,7 @@ class Trials:
         is_right = facts.get("misses") == ""
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
-            broken = f"a loss of {loss:.3g} after at most {usual:.3g}"
+            broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
         broken = broken or nonfinite_after(
             self.replayer.models, self._failure.optimizers, own.gradients
         )

@@ -169,8 +169,8 @@ class Truth:
         Args:
             remedy: The remedy.
             result: The replay with it.
-            usual: The largest loss of the steps before; None if there is none. Far
-                below it, a loss is what terms that cancel leave.
+            usual: The median loss of the steps before; None if there is none. Far below
+                it, a loss is what terms that cancel leave.
         """
         if remedy.loss is None:
             return {}
