@@ -156,7 +156,7 @@ def _is_layer(call: TorchCall) -> bool:
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
-    """Guarded forms of the call that failed."""
+    """Guarded forms of the call that failed, and first of a root that it divides by."""
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
     # A number that is added to one below 0 helps by chance.
@@ -164,13 +164,16 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     is_below = is_own and op is not None and op.operands[0] < 0
     largest = _largest_divisor(op)
     helped = set[str]()
-    for failed in failure.failing_calls:
+    own = failure.failing_calls
+    is_by_zero = op is not None and op.operands[-1:] == [0.0]
+    roots = [root for call in own if is_by_zero for root in _roots_below(call)]
+    for failed in (*roots, *own):
         for rule in GUARDS:
             if trials.is_settled:
                 return
             if (rule.needs_inf and not has_inf) or rule.pattern in helped:
                 continue
-            if is_below and "y + EPS" in rule.new:
+            if is_below and failed in own and "y + EPS" in rule.new:
                 continue
             if failure.beyond_pole and rule.stops_gradient(failed):
                 continue
@@ -179,6 +182,23 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()
                     break
+
+
+def _roots_below(call: TorchCall) -> Iterator[TorchCall]:
+    """The root that made the divisor of a call, which has no derivative where it is 0.
+
+    What is put in place of the 0 behind it leaves that as it is.
+    """
+    is_quotient = has(call.plain_name, "divides") or call.plain_name == "reciprocal"
+    by = call.operands[-1] if is_quotient else None
+    while isinstance(by, Value) and by.call is not None and by.requires_grad:
+        made = by.call
+        power = made.operands[1] if made.plain_name == "pow" else None
+        is_fraction = isinstance(power, float) and 0 < power < 1
+        if made.plain_name == "sqrt" or is_fraction:
+            yield made
+        is_moved = has(made.name, "moves") or has(made.name, "same")
+        by = next(iter(made.inputs), None) if is_moved else None
 
 
 def _moved(trials: Trials) -> bool:
