@@ -140,6 +140,12 @@ class _Again:
         """The gradients that it is given, in words."""
         return "gradients of 0" if self.gradient is None else "the same gradients"
 
+    @property
+    def how_tried(self) -> str:
+        """The same as a remedy says it, and why."""
+        gone = ": the step's own are gone" * (self.gradient is None)
+        return f"tried with {self.given}{gone}"
+
     def made(self, dtype: torch.dtype | None = None, **changed: Any) -> OptimizerTwin:
         """A twin that is about to step: in a dtype, with some settings changed."""
         return OptimizerTwin(
@@ -221,13 +227,16 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
     wide.step()
     is_finite = bool(wide.parameter.isfinite().all())
     beyond = _beyond(made)  # the step's own code may cast to a narrow dtype
+    ran = made.details.op if made.details else None
+    if ran is not None and again.gradient is None and len(ran.operands) > 1:
+        ran = replace(ran, operands=[])  # the weight may be one, which is 0 in a copy
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
     found = replace(
         found,
         phase="optimizer",
         cause=RANGE_OVERFLOW.name if is_finite or beyond else UNDEFINED.name,
         module="",
-        op=op_at(made.name, made.sites, made.details.op if made.details else None),
+        op=op_at(made.name, made.sites, ran),
     )
     dtype = dtype_name(parameter.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
@@ -239,13 +248,13 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
             found.cause, width = UNDERFLOW.name, f"in float64 it is finite: {eps}"
         other = _EPS.get(parameter.dtype, 1e-8)
         remedy = Remedy(
-            f"use eps={other:g} instead of {own:g} (with {again.given})",
+            f"use eps={other:g} instead of {own:g} ({again.how_tried})",
             f"{type(optimizer).__name__}(..., eps={other:g})",
             is_finite=again.is_finite(eps=other),
         )
         found.remedies = [remedy]
     found.remedies += update_remedies(
-        made, calls.calls, found, again.given, again.is_finite
+        made, calls.calls, again.how_tried, again.is_finite
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
     found.reason = eps or width

@@ -29,6 +29,7 @@ from overflow_fast.explainer.remedies.rules import (
     ROUNDED,
     RULES,
     SELECTS,
+    UPDATES,
     numbers_of,
     with_numbers,
 )
@@ -454,6 +455,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
             if rule not in tried:
                 search(code, x)
     tried.update(SELECTS)  # see `test_selected.py`
+    tried.update(UPDATES)  # of an optimizer's step
     missing = [f"{each.pattern}: {each.text}" for each in RULES if each not in tried]
     assert missing == []
 

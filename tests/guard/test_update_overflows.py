@@ -50,6 +50,21 @@ class Rescaled(torch.optim.Optimizer):
                 p.add_(mean * ratio, alpha=-group["lr"])
 
 
+class InverseRoot(torch.optim.Optimizer):
+    """Adds eps behind the rsqrt, which is inf where all gradients were 0."""
+
+    def __init__(self, params, lr=1e-2):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                square = p.grad.square()
+                inverse = square.rsqrt().add_(1e-8)
+                p.add_(p.grad * inverse, alpha=-group["lr"])
+
+
 class Debiased(torch.optim.Optimizer):
     """Divides by what is 0 in its first step, or in its second."""
 
@@ -409,6 +424,19 @@ def test_a_gradient_of_0_that_an_optimizer_divides_by_is_seen_in_its_step():
         assert found.remedies[0].is_finite
         step(model, optimizer)
         assert guard.num_skipped == 1
+
+
+@pytest.mark.explains
+def test_in_an_optimizers_step_eps_stands_outside_of_the_root():
+    """No gradient goes through it, and inside of the root it would be as large."""
+    model, optimizer = make(InverseRoot)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer, 0.0)
+        found = guard.last_report.explanation
+    assert "rsqrt(0)" in str(found).splitlines()[0]
+    remedy = found.remedies[0]
+    assert remedy.code == "inverse = (square.sqrt() + 1e-8).reciprocal().add_(1e-8)"
+    assert remedy.text.endswith("(tried with the same gradients)")
 
 
 @pytest.mark.parametrize("first", [0, 1])

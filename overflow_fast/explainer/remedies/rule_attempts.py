@@ -14,7 +14,6 @@ from torch import nn
 from ...base.text import installed_name
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.explanation import Explanation
 from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
@@ -34,6 +33,7 @@ from .rules import (
     ROUNDED,
     RULES,
     SELECTS,
+    UPDATES,
     Rule,
     numbers_of,
     with_numbers,
@@ -471,8 +471,7 @@ def _ratio_dim(calls: Sequence[TorchCall], root: TorchCall) -> Any:
 def update_remedies(
     op: OpCall,
     calls: Sequence[TorchCall],
-    found: Explanation,
-    given: str,
+    how_tried: str,
     is_finite_now: Callable[[], bool],
 ) -> Iterator[Remedy]:
     """Tries other forms of the line of an operation in an optimizer's step.
@@ -480,15 +479,14 @@ def update_remedies(
     Args:
         op: The operation.
         calls: The torch calls of the step.
-        found: Its explanation.
-        given: What the step is made again with, in words.
+        how_tried: What the step is made again with, in words.
         is_finite_now: Makes the step again on a copy; tells whether the weight is
             finite then.
     """
     root = op.torch_call
     if root is None or not shown_at(root)[0]:  # a line of torch's own
         return
-    for rule in GUARDS:
+    for rule in (*UPDATES, *GUARDS):
         if rule.needs_inf:
             continue
         for trial, _ in trials_of(rule, root, calls):
@@ -498,5 +496,5 @@ def update_remedies(
             with contextlib.suppress(Exception), patch.applied({}):
                 is_finite = is_finite_now()
             if patch.is_applied:
-                text = f"{trial.remedy.text} (with {given})"
+                text = f"{trial.remedy.text} ({how_tried})"
                 yield replace(trial.remedy, text=text, is_finite=is_finite)

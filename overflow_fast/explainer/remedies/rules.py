@@ -348,6 +348,11 @@ GUARDS = _rules(
      "binary_cross_entropy_with_logits|binary_cross_entropy(*)",
      "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
 )
+# Of an optimizer's step, where no gradient needs EPS inside the root: there it would be
+# as large as its root.
+UPDATES = _rules(
+    ("rsqrt(y)", "(y.sqrt() + EPS).reciprocal()",
+     "add EPS to the root, not inside the rsqrt"))
 # Of what made the infs that a call was given, in its place.
 MASKS = _rules(
     ("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low),
@@ -378,6 +383,7 @@ RULES = (
     *IN_LOGARITHMS,
     *SELECTS,
     *GUARDS,
+    *UPDATES,
     *MASKS,
     *ROUNDED,
     *CANCELLED,

@@ -20,7 +20,7 @@ import re
 
 from ...base.text import capitalized, counted
 from ...base.torch_ops import base_of, op_of
-from .causes import ROUNDING, UNDERFLOW, Cause
+from .causes import ROUNDING, UNDEFINED, UNDERFLOW, Cause
 from .findings import Findings
 from .op import Op
 
@@ -43,7 +43,8 @@ def gist_of(found: Findings) -> str:
     if op is None:
         form = "{name}{reason}"
     elif found.phase == "optimizer" and not found.is_behind_backward:
-        form = "{name}: {call} in the optimizer's step{reason}"
+        given = "{numbers}" if found.cause == UNDEFINED.name else "{call}"
+        form = f"{{name}}: {given} in the optimizer's step{{reason}}"
     text = form.format(
         name=capitalized(cause.name),
         call="" if op is None else _call_text(op),
