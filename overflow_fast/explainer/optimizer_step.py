@@ -228,7 +228,7 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
     is_finite = bool(wide.parameter.isfinite().all())
     beyond = _beyond(made)  # the step's own code may cast to a narrow dtype
     ran = made.details.op if made.details else None
-    if ran is not None and again.gradient is None and len(ran.operands) > 1:
+    if ran is not None and len(ran.operands) > 1 and again.held(parameter) is None:
         ran = replace(ran, operands=[])  # the weight may be one, which is 0 in a copy
     num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
     found = replace(
