@@ -105,6 +105,14 @@ LINES |= {
         "((x * w).sum(1) / ((x * w).norm(dim=1) * w.norm())).mean()",
         torch.zeros(3, 2),
     ),
+    "median of nothing but nan": (
+        "(x / w).masked_fill(x == 1, float('nan')).nanmedian(1).values.sum()",
+        torch.tensor([[1.0, 1.0], [2.0, 1.0]]),
+    ),
+    "mean of nothing but nan": (
+        "(x / w).masked_fill(x == 1, float('nan')).nanmean(1).sum()",
+        torch.tensor([[1.0, 1.0], [2.0, 1.0]]),
+    ),
     "deviation by a difference of squares": (
         "(((x * w) ** 2).mean() - (x * w).mean() ** 2).sqrt()",
         1000 + torch.rand(3, 2, generator=torch.Generator().manual_seed(6)) / 2,

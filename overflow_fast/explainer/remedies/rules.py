@@ -347,6 +347,8 @@ GUARDS = _rules(
     ("mean|mse_loss|l1_loss|smooth_l1_loss|huber_loss|median|kl_div|"
      "binary_cross_entropy_with_logits|binary_cross_entropy(*)",
      "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
+    ("nanmean|nanmedian(y, d)",
+     "CALL_ON(y.masked_fill(y.isnan().all(d, keepdim=True), 0))", _NONE),
 )
 # Of what made the infs that a call was given, in its place.
 MASKS = _rules(
