@@ -224,7 +224,7 @@ EXACT = _rules(
     ("baddbmm(x, a, b) / n", "torch.baddbmm(x / n, a / n, b)", _BEFORE),
     ("m * x", "where(m, x, 0)", "leave values out by `where`"),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
-     "return 0 where there is nothing to average", _is_of_nothing, False, True),
+     "return 0 where there is nothing to average", _is_of_nothing, False, True, True),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
      "subtract the maximum before exp"),
 )
