@@ -34,6 +34,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # each             computes each element by itself: `f` in the pattern of a remedy
 # empty            returns memory that nobody has written to
 # grows            is infinite only where it is large: it has no pole
+# leaves_out_nan   is of what is not nan among its inputs
 # linear           is linear in its inputs together; clamp where it changes nothing
 # lookup           takes the rows of its first argument that an index names
 # measure          measures a tensor, as a normalization does before it takes a root
@@ -55,10 +56,10 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
     "adds", "bilinear", "casts", "commutes", "constant", "deviation", "difference",
-    "divides", "each", "empty", "grows", "linear", "lookup", "measure", "moves",
-    "nan_of_overflow", "normalizes", "of_labels", "overwrites", "pivots", "product",
-    "promotes", "random", "reinterprets", "root", "same", "softmax", "tells", "unit",
-    "whole",
+    "divides", "each", "empty", "grows", "leaves_out_nan", "linear", "lookup",
+    "measure", "moves", "nan_of_overflow", "normalizes", "of_labels", "overwrites",
+    "pivots", "product", "promotes", "random", "reinterprets", "root", "same",
+    "softmax", "tells", "unit", "whole",
 ]  # fmt: skip
 
 
@@ -185,7 +186,8 @@ _TABLE = (
     ("igamma igammac special_zeta special_*_polynomial_*", _op("promotes")),
     # Of several numbers one.
     ("sum", _op("adds grows linear measure whole", "input dim keepdim")),
-    ("nansum", _op("adds grows")),
+    ("nansum", _op("adds grows leaves_out_nan")),
+    ("nanmean nanmedian", _op("leaves_out_nan", "input dim keepdim")),
     ("cumsum", _op("adds grows linear", "input dim")),
     ("count_nonzero bincount", _op("adds")),
     ("mean", _op("grows linear measure", "input dim keepdim")),

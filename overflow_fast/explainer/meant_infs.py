@@ -2,7 +2,9 @@
 
 A mask is made of -inf, of which a softmax makes 0. That is no failure, nor is what
 passes it on: a search for the origin of bad values does not end there. Where infs
-come from decides, never where they arrive, and a nan is never meant.
+come from decides, never where they arrive, and a nan is never meant. But one that the
+code or the batch has (`is_asked`) is no origin of what an operation returns that leaves
+nan out, such as nanmedian: that had nothing else.
 
 - A tensor from before the replay is a mask (`Leaf.is_mask`) if it holds -inf and no
   other kind: a buffer, or another constant of a module. In a batch or an object all
@@ -38,6 +40,11 @@ def is_meant(source: Source, kinds: int = 0) -> bool:
     if source.kind == "unknown":  # such as a constant
         return kinds == NEGATIVE_INF
     return source.is_mask
+
+
+def is_asked(source: Source) -> bool:
+    """True if a source's bad values are numbers of the code, or of the batch."""
+    return source.is_asked if isinstance(source, OpCall) else source.kind == "batch"
 
 
 def returns_meant(op: OpCall, kinds: int, given: int) -> bool:

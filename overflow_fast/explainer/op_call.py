@@ -142,7 +142,8 @@ class OpCall:
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
         is_meant: Whether these are infs that the code asked for; see `meant_infs.py`.
-        is_asked: Whether its infs are a number of Python that it was given.
+        is_asked: Whether its bad values are a number of Python that it was given, or
+            came from such, or from the batch.
         masks: The sources of the infs that it was given, where all of them are meant.
         reduces: Whether its infs are fewer than those: a mask has gone beyond itself.
         details: What is known of its inputs and outputs, where it made the bad value.

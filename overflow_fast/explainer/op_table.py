@@ -26,13 +26,14 @@ import torch
 
 from .. import _C
 from ..base.tensors import are_plain, is_whole
+from ..base.torch_ops import has
 from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaf_map import LeafMap
 from .leaves import Leaf
 from .mask_counts import MaskCounts
-from .meant_infs import is_meant, returns_meant
+from .meant_infs import is_asked, is_meant, returns_meant
 from .memory import StorageMap
 from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
@@ -285,13 +286,15 @@ class OpTable(OpObserver):
 
     def _note_bad(self, op: OpCall, bad: Sequence[torch.Tensor], read: _Read) -> None:
         """Notes where bad results came from, or that they began here."""
+        if has(op.base, "leaves_out_nan"):
+            read = [e for e in read if e[1] != NAN or not all(map(is_asked, e[0]))]
         for of, kinds, _ in read:
             new = [each for each in of if each not in op.parents]
             op.parents += [each for each in new if not is_meant(each, kinds)]
         if not op.parents:
             given = functools.reduce(operator.or_, (k for _, k, _ in read), 0)
             op.is_meant = returns_meant(op, op.kinds, given)
-            op.is_asked = not op.kinds & NAN and bool(op.is_constant or op.numbers)
+            op.is_asked = bool(op.is_constant or op.numbers)
             op.masks = [each for of, _, _ in read for each in of]
             sizes = [size for _, _, size in read]
             op.reduces = bool(sizes) and max(t.numel() for t in bad) < min(sizes)
@@ -299,6 +302,8 @@ class OpTable(OpObserver):
                 self._detail(op, bad)
                 is_overflow = op.details is not None and op.details.is_overflow
                 op.is_meant = bool(read) and not op.kinds & NAN and not is_overflow
+        else:
+            op.is_asked = all(map(is_asked, op.parents))
         for tensor in bad:
             known = self._bad.get(tensor)
             if known is None:

@@ -46,7 +46,7 @@ from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
 from .snapshot import Snapshot
-from .tensor_kinds import NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .tensor_kinds import NAN, NEGATIVE_INF, bad_names, floats_in, kinds_of
 from .torch_calls import TorchCalls
 from .trace_back import RootOp, masked_whole, trace_back
 
@@ -680,7 +680,8 @@ class Replayer:
 
 def _is_asked(root_op: RootOp) -> bool:
     """True for infs that the code has written as a number, as the first of minima."""
-    return isinstance(root_op.source, OpCall) and root_op.source.is_asked
+    source = root_op.source
+    return isinstance(source, OpCall) and source.is_asked and not source.kinds & NAN
 
 
 def _raised_with(

@@ -247,7 +247,9 @@ def _reduces_nothing(op: OpCall, bad: torch.Tensor, mask_counts: MaskCounts) -> 
         counts = _NO_LABEL_COUNTS if op.args[1].numel() else _NO_LABELS
         return counts * has_no_label(op)
     if any(tensor.numel() == 0 for tensor in read):
-        return f"{base} of a tensor without elements"
+        return "its tensor has no elements"
+    if has(base, "leaves_out_nan") and kinds_of(bad) == NAN == kinds_of(read[0]):
+        return "it was given nothing but nan, which it leaves out"
     if has(base, "deviation") and read and read[0].isfinite().all():
         why = f"{base} of one element: its divisor, 1 - correction, is 0"
         return why * _has_one_element(read[0], bad)

@@ -437,6 +437,9 @@ def test_what_some_traits_say_is_so():
         "bilinear": lambda f: torch.equal(f(2 * x, x), 2 * f(x, x)),
         "commutes": lambda f: torch.equal(f(x, 3 * x), f(3 * x, x)),
         "whole": lambda f: not (f(x.ceil() * 3, 1) % 1).any(),
+        "leaves_out_nan": lambda f: torch.equal(
+            f(x), f(torch.cat([x, x[:1] * torch.nan]))
+        ),
         "deviation": lambda f: any(each.isnan().all() for each in (*f(x[:1], 0),)),
     }
     for name, trait in itertools.product(NAMES, is_so):

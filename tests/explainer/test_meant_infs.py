@@ -21,6 +21,11 @@ def mask(value=-INF):
     return torch.zeros(3, 3).masked_fill(UPPER, value)
 
 
+def rows():
+    """Two, with nan: one of nothing else."""
+    return torch.ones(2, 3).masked_fill(torch.ones(2, 3).triu() > 0, float("nan"))
+
+
 def traced(run, leaves=()):
     table = OpTable(list(leaves))
     with OpTrace({}, table):
@@ -41,6 +46,30 @@ CASES = {
     "an overflow of a masked row": (
         lambda: (mask() - LARGE).sum(0),
         ["aten.sum.dim_IntList"],
+    ),
+    "a median of nothing but nan": (
+        lambda: rows().nanmedian(-1).values,
+        ["aten.masked_fill.Scalar", "aten.nanmedian.dim"],
+    ),
+    "a median of what is left": (
+        lambda: rows()[1:].nanmedian(-1).values,
+        ["aten.masked_fill.Scalar"],
+    ),
+    "a mean of nothing but nan": (
+        lambda: rows().nanmean(-1),
+        ["aten.masked_fill.Scalar", "aten.div.Tensor"],
+    ),
+    "a sum of nothing but nan": (
+        lambda: rows().nansum(-1),
+        ["aten.masked_fill.Scalar"],
+    ),
+    "an overflow beside what is left out": (
+        lambda: (LARGE + mask(float("nan"))).nansum(-1),
+        ["aten.masked_fill.Scalar", "aten.nansum"],
+    ),
+    "a median of nan that was computed": (
+        lambda: (torch.zeros(2, 3) / 0).nanmedian(-1).values,
+        ["aten.div.Tensor"],
     ),
     "no mask": (lambda: torch.zeros(3).log(), ["aten.log"]),
 }

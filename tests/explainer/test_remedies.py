@@ -105,6 +105,14 @@ LINES |= {
         "((x * w).sum(1) / ((x * w).norm(dim=1) * w.norm())).mean()",
         torch.zeros(3, 2),
     ),
+    "median of nothing but nan": (
+        "(x / w).masked_fill(x == 1, float('nan')).nanmedian(1).values.sum()",
+        torch.tensor([[1.0, 1.0], [2.0, 1.0]]),
+    ),
+    "mean of nothing but nan": (
+        "(x / w).masked_fill(x == 1, float('nan')).nanmean(1).sum()",
+        torch.tensor([[1.0, 1.0], [2.0, 1.0]]),
+    ),
     "deviation by a difference of squares": (
         "(((x * w) ** 2).mean() - (x * w).mean() ** 2).sqrt()",
         1000 + torch.rand(3, 2, generator=torch.Generator().manual_seed(6)) / 2,
@@ -478,6 +486,43 @@ def test_autocast_in_bfloat16(as_kept):
     found = explain(model, torch.ones(3, 4) * 8, loss)
     as_kept([each.text for each in found.remedies if each.is_recommended])
     assert torch.get_autocast_dtype("cpu") == torch.bfloat16  # torch's own default
+
+
+UNDER_AUTOCAST = """import torch
+import torch.nn.functional as F
+def loss_of(x, w):
+    with torch.autocast("cpu", torch.float16):
+        h = x.half()
+        a = {}
+        return {} * w.sum()
+"""
+# What overflows, what becomes of it, and whether code is known that computes it in
+# float32: autocast casts the operands of a product again.
+CAST_AGAIN = {
+    "product": ("h @ h", "(a / 100).sum()", False),
+    "function": ("F.linear(h, h)", "(a / 100).sum()", False),
+    "einsum": ("torch.einsum('ij,jk->ik', h, h)", "(a / 100).sum()", False),
+    "no product": ("h * h", "(a / 100).mean()", True),
+    "a product of it": (
+        *("h * h", "torch.dot(((a * 1e-9) @ (h * 1e-4))[0], (h * 1e-4)[0])"),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CAST_AGAIN)
+def test_code_in_a_wider_dtype_is_finite_under_autocast(name, tmp_path):
+    made, used, is_written = CAST_AGAIN[name]
+    module, path = module_of(tmp_path, UNDER_AUTOCAST.format(made, used))
+    x = torch.full((4, 4), 300.0)
+    found = recommended(explained(module.loss_of, x))
+    assert found
+    written = [each for each in found if each.file]
+    assert any("in float32" in each.text for each in written) == is_written
+    for remedy in written:
+        fresh, _ = module_of(tmp_path, edited(path, remedy))
+        loss = fresh.loss_of(x, Holder().w)
+        assert loss.item() == pytest.approx(remedy.loss), remedy
 
 
 @pytest.mark.parametrize("scale", [2.0**20, 1.0])

@@ -209,6 +209,7 @@ def test_the_logarithm_of_what_was_made_is_equal(name, tmp_path):
 ZERO, ONE, LARGE = torch.zeros(3, 2), torch.ones(3, 2), torch.full((3, 2), 200.0)
 NONE = torch.full((3,), -100)
 LOW, HIGH = (f"torch.where(x > 5, x, {sign}torch.inf)" for sign in ("-", ""))
+NOT_THERE = "x.masked_fill(x > 0, math.nan)"
 MASKED = "(x - x).masked_fill(x == 0, -torch.inf)"
 # A program that is not finite for each function of the guarded rules, and its x; those
 # of one argument have one without a row.
@@ -252,6 +253,7 @@ FAILING = {
     "matmul": (f"{LOW} @ torch.zeros(2, 2)", ZERO),
     "mean": ("x[x > 5].mean()", ONE),
     "median": ("x[x > 5].median()", ONE),
+    **dict.fromkeys(("nanmean", "nanmedian"), (f"{NOT_THERE}.{{}}()", ONE)),
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
         ("F.{}(x[x > 5], x[x > 5])", ONE),
@@ -280,6 +282,9 @@ OTHERS = {
         *("x[:1].std(0)", ONE),
     ),
     ("x * y", "clamp the factor to at least LOW"): (f"{LOW} * (x > 5).float()", ZERO),
+    ("nanmedian(y, d)", "return 0 where there is nothing to average"): (
+        *(f"{NOT_THERE}.nanmedian(dim=-1, keepdim=True)[0]", ONE),
+    ),
     ("norm(y, 2, None)", "add EPS inside the root of the norm"): (
         *("x.norm().sqrt()", ZERO),
     ),

@@ -19,7 +19,7 @@ from ...torch_internals.tensor_internals import pytree
 from ..bounds import least_divisor
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
-from ..wider import CAST_METHODS, run_wider
+from ..wider import CAST_METHODS, cast_all, run_wider
 from .patterns import Found, computed, matched
 from .rules import RULES
 from .written import short_text
@@ -64,12 +64,15 @@ class InWider:
         stops: Those of calls whose results were in that dtype as the program is.
         narrow: The dtype that it stands for: of half precision float32 does, and of
             float32 float64.
+        is_written: Whether it is code that casts, and leaves autocast on, which may
+            cast again.
     """
 
     roots: frozenset[Key]
     ends: frozenset[Key] = frozenset()
     stops: frozenset[Key] = frozenset()
     narrow: torch.dtype = torch.float16
+    is_written: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -211,7 +214,12 @@ class ChangedCalls(TorchCalls):
         is_cast = call.func is getattr(torch.Tensor, CAST_METHODS[change.narrow])
         wider = getattr(torch.Tensor, CAST_METHODS[change.wide])
         func = wider if is_cast else call.func
-        result = run_wider(func, args, kwargs, {change.narrow: change.wide})
+        casts = {change.narrow: change.wide}
+        if change.is_written:
+            args, kwargs = cast_all((args, kwargs), casts)
+            result = func(*args, **kwargs)
+        else:
+            result = run_wider(func, args, kwargs, casts)
         if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)

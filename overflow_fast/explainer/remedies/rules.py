@@ -224,7 +224,7 @@ EXACT = _rules(
     ("baddbmm(x, a, b) / n", "torch.baddbmm(x / n, a / n, b)", _BEFORE),
     ("m * x", "where(m, x, 0)", "leave values out by `where`"),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
-     "return 0 where there is nothing to average", _is_of_nothing, False, True),
+     "return 0 where there is nothing to average", _is_of_nothing, False, True, True),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
      "subtract the maximum before exp"),
 )
@@ -345,6 +345,8 @@ GUARDS = _rules(
     ("mean|mse_loss|l1_loss|smooth_l1_loss|huber_loss|median|kl_div|"
      "binary_cross_entropy_with_logits|binary_cross_entropy(*)",
      "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
+    ("nanmean|nanmedian(y, d)",
+     "CALL_ON(y.masked_fill(y.isnan().all(d, keepdim=True), 0))", _NONE),
 )
 # Of an optimizer's step, where no gradient needs EPS inside the root: there it would be
 # as large as its root.

@@ -83,7 +83,8 @@ def _wider_trial(
 ) -> Trial | None:
     from .wider_text import has_text, wider_edits, wider_text  # seldom needed
 
-    calls, change = trials.torch_calls, InWider(frozenset(keys), narrow=narrow)
+    calls = trials.torch_calls
+    change = InWider(frozenset(keys), narrow=narrow, is_written=not in_words)
 
     def is_narrow(call: TorchCall) -> bool:
         values = (*call.inputs, *call.results)
@@ -100,7 +101,7 @@ def _wider_trial(
 
     keys = {call.key for call in roots}
     stops = frozenset(_keys_of(calls, was_wide))
-    change = InWider(frozenset(keys), stops=stops, narrow=narrow)
+    change = replace(change, roots=frozenset(keys), stops=stops)
     patch = CallPatch((change,))
     patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
     table = trials.run(patches, traced=failure.place).table
@@ -120,7 +121,11 @@ def _wider_trial(
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
+    if failing <= {call.key for call, size in sizes.items() if size == torch.inf}:
+        return None  # such as what autocast casts again
     divisors = _up_to_divisors(table.torch_calls, patches)
+    stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
+    change = replace(change, stops=stops)  # and what autocast casts
     ends = _ends_of(change, failing, table.torch_calls, sizes, divisors)
     change = replace(change, ends=frozenset(call.key for call in ends))
     text, patch = wider_text(change, calls), CallPatch((change,))
