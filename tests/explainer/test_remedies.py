@@ -15,7 +15,10 @@ from torch import nn
 
 import overflow_fast
 from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.remedies import written
+from overflow_fast.explainer.remedies.patches import Unscaled
+from overflow_fast.guard.kept_calls.ambient import Ambient
 from overflow_fast.options import Explain
 
 NAN = float("nan")
@@ -547,6 +550,13 @@ def test_a_backward_that_began_with_a_large_number_is_begun_with_1(scale):
     text = f"backward began with {scale:g}: begin with 1"
     assert any(each.startswith(text) for each in texts) == (scale > 1), found
     assert found.phase == "backward" and found.is_overflow
+
+
+def test_backwards_that_began_with_several_numbers_keep_their_ratio():
+    ambient = Ambient(nn.Linear(1, 1), ())
+    calls = [Call(len, (), ambient).with_held({0: torch.tensor(n)}) for n in (8.0, 2.0)]
+    held = [each.held[0].item() for each in Unscaled(8.0).calls(calls)]
+    assert held == [1.0, 0.25]
 
 
 @pytest.mark.parametrize("name", ["half", "to float16"])

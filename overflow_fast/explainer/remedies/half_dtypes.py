@@ -25,7 +25,7 @@ from ...guard.report.remedy import Remedy
 from ..halving import Halving
 from .failure import Failure
 from .keep_in_fp32 import has_forward, shortened
-from .patches import Float32Modules, FromOne, InDtype
+from .patches import Float32Modules, InDtype, Unscaled
 from .trials import Attempts, Trial, Trials, Tried
 
 
@@ -43,7 +43,7 @@ def scale_trials(failure: Failure, trials: Trials) -> Attempts:
             f"backward began with {scale:g}: begin with 1, or scale the loss by less, "
             "as torch.amp.GradScaler does after an overflow"
         )
-        yield Trial(Remedy(text), FromOne())
+        yield Trial(Remedy(text), Unscaled(scale))
 
 
 def half_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -285,15 +285,16 @@ class Eagerly(Patch):
 
 
 @dataclass(frozen=True)
-class FromOne(Patch):
-    """Backward begins with 1 where it began with a larger number, as a scaled loss."""
+class Unscaled(Patch):
+    """Backward begins with what it began with, divided by a number: a loss's scale."""
 
+    scale: float
     is_same_step = False
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [
-            call.with_held({k: each.clamp(-1, 1) for k, each in call.held.items()})
+            call.with_held({k: each / self.scale for k, each in call.held.items()})
             for call in calls
         ]
 
