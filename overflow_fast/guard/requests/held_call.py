@@ -201,7 +201,7 @@ def _held_in(
         if form is tuple:
             waiting += value
             continue
-        items: Any = dict(value) if form is dict else list(value)
+        items = _items_of(value)
         contents.append((value, items))
         held = items.values() if form is dict else items
         if _FLAT.issuperset(map(type, held)):  # a layer of a cache
