@@ -28,7 +28,7 @@ _MODULES = {
     "flags": "flags",
     "get_abs_min_max": "detector.debug",
     "integrations": "integrations",
-    "keep_in_fp32": "explainer.remedies.keep_in_fp32",
+    "keep_in_fp32": "precision.keep_in_fp32",
     "monitors": "monitors",
     "options": "options",
     "read_record": "tools.record.reading",

@@ -9,13 +9,13 @@ from .detector.debug import DebugUnderflowOverflow as DebugUnderflowOverflow
 from .detector.debug import detect_overflow as detect_overflow
 from .detector.debug import get_abs_min_max as get_abs_min_max
 from .explainer.explain import explain as explain
-from .explainer.remedies.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
 from .guard.guard import OverflowGuard as OverflowGuard
 from .guard.record.record_lines import RecordError as RecordError
 from .guard.report.explanation import Explanation as Explanation
 from .guard.report.report import NonFiniteError as NonFiniteError
 from .guard.report.report import Report as Report
 from .guard.state_check import assert_finite_state as assert_finite_state
+from .precision.keep_in_fp32 import keep_in_fp32 as keep_in_fp32
 from .scanner.ops import Stat as Stat
 from .scanner.ops import scan as scan
 from .tools.compare.compare_runs import compare as compare

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from ..base.tensors import has_memory
+from ..base.tensors import HALF, has_memory
 from ..torch_internals.tensor_internals import pytree
 from .torch_calls import TorchCalls, tensors_among
 
-HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32)
 _FLOAT8 = [e for e in vars(torch).values() if str(e).startswith("torch.float8")]
 

@@ -13,10 +13,10 @@ import overflow_fast
 from overflow_fast import explain, keep_in_fp32
 from overflow_fast.base.text import rounded
 from overflow_fast.explainer.remedies.half_dtypes import span
-from overflow_fast.explainer.remedies.keep_in_fp32 import shortened
 from overflow_fast.explainer.remedies.patches import InDtype
 from overflow_fast.explainer.wider import TO_BFLOAT16, TO_FLOAT32, cast_leaf
 from overflow_fast.guard.report.notes import NO_LOSS
+from overflow_fast.precision.keep_in_fp32 import shortened
 
 
 class Mlp(nn.Module):

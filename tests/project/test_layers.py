@@ -24,7 +24,7 @@ LAYERS = {
     "scan": ("_C", "base", "binaries", "flags", "scanner", "torch_internals"),
     "detector": ("detector",),
     "guard": ("guard", "options"),
-    "explain": ("explainer",),
+    "explain": ("explainer", "precision"),
     "tools": ("tools", "integrations", "monitors"),
 }
 ORDER = tuple(LAYERS)

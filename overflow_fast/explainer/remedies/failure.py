@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...base.tensors import HALF
 from ...base.text import dtype_name
 from ...base.torch_ops import base_of
 from ...guard.report.causes import UNDEFINED
@@ -30,7 +31,6 @@ from ..replayer import ReplayResult
 from ..sentinel import Sentinel
 from ..torch_calls import TorchCall
 from ..trace_back import RootOp
-from ..wider import HALF
 from .true_step import InFloat64, in_float64
 
 

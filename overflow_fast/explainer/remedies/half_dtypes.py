@@ -22,9 +22,9 @@ from ...base.modules import (
     parameters_of,
 )
 from ...guard.report.remedy import Remedy
+from ...precision.keep_in_fp32 import has_forward, shortened
 from ..halving import Halving
 from .failure import Failure
-from .keep_in_fp32 import has_forward, shortened
 from .patches import Float32Modules, InDtype, Unscaled
 from .trials import Attempts, Trial, Trials, Tried
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...base.modules import tensors_of
+from ...base.tensors import HALF
 from ..bounds import tolerance
 from ..replayer import LastOutputs, Patch, Replayer, ReplayResult, StepPart
-from ..wider import HALF
 from .padding import Padding, find_padding
 from .patches import Eagerly, InDtype
 

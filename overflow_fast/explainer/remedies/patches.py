@@ -13,12 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from ...base.modules import tensors_of
 from ...guard.process import has_process_group
+from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.replaying import uncompiled_calls
 from ..calls import Call, part_of
 from ..named_tensors import state_by_name
 from ..replayer import Patch
 from ..wider import CASTS, WiderAutocast, cast, cast_leaf
-from .keep_in_fp32 import keep_in_fp32
 
 # Changes of precision and of weights that are undone bit for bit.
 

@@ -22,9 +22,9 @@ from transformers import ByT5Tokenizer, T5Config, T5ForConditionalGeneration
 from transformers.debug_utils import DebugUnderflowOverflow as Original
 
 from ...detector.debug import DebugUnderflowOverflow
-from ...explainer.remedies.keep_in_fp32 import keep_in_fp32
 from ...guard.guard import OverflowGuard
 from ...guard.report.report import NonFiniteError
+from ...precision.keep_in_fp32 import keep_in_fp32
 
 # A small training run that turns nan, under a guard.
 

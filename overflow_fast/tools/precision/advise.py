@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from ...base.modules import named_modules, step_of
-from ...base.tensors import check_number
+from ...base.tensors import HALF, check_number
 from ...base.text import dtype_name
-from ...explainer.remedies.keep_in_fp32 import shortened
-from ...explainer.wider import HALF
+from ...precision.keep_in_fp32 import shortened
 from .batch_runs import BatchRuns, RunResult
 from .copies import check_model
 from .layer_judge import Thresholds, judge_layers

@@ -15,9 +15,9 @@ from torch import nn
 from ...base.tensors import devices_of, model_loss_in
 from ...detector.observers import without_observers
 from ...explainer.effects.rule import EffectRule, StoppedError
-from ...explainer.remedies.keep_in_fp32 import keep_in_fp32
 from ...explainer.tensor_kinds import floats_in
 from ...guard.undo.random import RandomStates
+from ...precision.keep_in_fp32 import keep_in_fp32
 from ...scanner.ops import are_nonfinite
 from ...torch_internals.module_internals import is_dropout
 from ...torch_internals.replaying import uncompiled_calls

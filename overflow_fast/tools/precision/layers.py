@@ -11,8 +11,8 @@ from torch import nn
 
 from ...base.modules import class_name_of, named_modules
 from ...base.text import dtype_name, error_line
-from ...explainer.remedies.keep_in_fp32 import Float32Forward, has_forward
 from ...explainer.tensor_kinds import floats_in
+from ...precision.keep_in_fp32 import Float32Forward, has_forward
 from ...torch_internals.module_internals import own_parameters
 from .again import LayerCall, LayerCalls, RelativeDifference
 from .magnitudes import Magnitudes

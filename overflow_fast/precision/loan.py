@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import _C
-from ...base.tree import (
+from .. import _C
+from ..base.tree import (
     CALL_DEPTH,
     MAX_DEPTH,
     Rebuilding,
@@ -19,8 +19,8 @@ from ...base.tree import (
     solid_base,
     tensors_in,
 )
-from ...detector.traced_walk import names_held
-from ...torch_internals.tensor_internals import pytree
+from ..detector.traced_walk import names_held
+from ..torch_internals.tensor_internals import pytree
 
 
 class Loan:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...base.modules import (
+from ..base.modules import (
     check_module,
     has_base,
     is_sharded,
     is_within,
     named_modules,
 )
-from ...base.tree import CALL_DEPTH
-from ...detector.selection import Selection, check_patterns
-from ...torch_internals.module_internals import (
+from ..base.tensors import HALF
+from ..base.tree import CALL_DEPTH
+from ..detector.selection import Selection, check_patterns
+from ..torch_internals.module_internals import (
     APPLY,
     REPLICATE,
     apply_to_tensors,
     replicate,
 )
-from ...torch_internals.replaying import autocast_devices
-from ...torch_internals.tensor_internals import is_wrapper
-from ..wider import HALF
+from ..torch_internals.replaying import autocast_devices
+from ..torch_internals.tensor_internals import is_wrapper
 from .loan import Loan, given_tensors
 
 # A forward that stands in for a module's own, on the instance.
