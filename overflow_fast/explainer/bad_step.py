@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -34,7 +33,6 @@ class BadStep:
         calls: What is run again as the step: the calls that were kept, or a view.
         start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; see `find_remedies` for remedies.
-        checkpoints: Files of weights to try where weights are bad, the newest last.
         replay_check: Compares the first run with the step; None where nobody watched.
         replayers: All that have run it, in any view.
         long: Says that it takes long.
@@ -67,7 +65,6 @@ class BadStep:
     calls: Sequence[Call] = ()
     start: RestorePoint | None = None
     budget: int = BUDGET
-    checkpoints: Sequence[str | os.PathLike[str]] = ()
     replay_check: ReplayCheck | None = None
     replayers: list[Replayer] = field(default_factory=list)
     long: LongExplanation | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -159,7 +158,6 @@ def explain(
     loss: Callable[..., torch.Tensor] | None = None,
     *,
     budget: int = BUDGET,
-    checkpoints: Sequence[str | os.PathLike[str]] = (),
 ) -> Explanation:
     """Runs a step of a model and says which operation makes it non-finite, and why.
 
@@ -173,8 +171,6 @@ def explain(
         loss: Takes the batch, or the model and the batch, calls the model and returns
             what to call `backward()` on. None: the loss that the model returns.
         budget: How many forwards it may run to explain, and to try remedies.
-        checkpoints: Files of weights (`torch.save`, safetensors), the newest last. If
-            weights are bad, the step is tried with those that are finite.
 
     Returns:
         The explanation; its `is_finite` is True if the step is finite.
@@ -196,7 +192,7 @@ def explain(
     if torch.is_inference_mode_enabled():  # its tensors are saved for no backward
         call.has_backward = False
     with as_raised():
-        step = BadStep({"": model}, [call], budget=budget, checkpoints=checkpoints)
+        step = BadStep({"": model}, [call], budget=budget)
         found = investigate(step)
         if step.error is None or isinstance(step.error, StoppedError):
             return found

@@ -162,7 +162,6 @@ class Search:
         if self._ranks.is_leader:
             known = self.ask(self._tree.before)
             if known is not None:
-                self._try_checkpoints(known)
                 return known
             self._ranks.order(BEGIN)
         elif self._ranks.receive() != BEGIN:
@@ -399,14 +398,6 @@ class Search:
             found.notes.append(notes.NOT_SMALLER)
         found.evidence.insert(0, growth.text)
 
-    def _try_checkpoints(self, found: Explanation) -> None:
-        """Tries weights of files where nothing else has to be run again."""
-        step = self.step
-        if step.checkpoints and self.replayer.calls and self._ranks.is_alone:
-            with self.replayer:
-                failure = Failure(found, None, 0, checkpoints=step.checkpoints)
-                find_remedies(failure, self.replayer, step.budget, 0.0)
-
     def try_remedies(
         self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
     ) -> None:
@@ -418,7 +409,6 @@ class Search:
             return
         step = self.step
         failure = Failure.of(found, root_op, traced.table, place)
-        failure.checkpoints = step.checkpoints
         failure.lost = self._lost
         failure.sentinel = self._sentinel
         failure.others = self._others

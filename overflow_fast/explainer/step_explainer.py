@@ -74,7 +74,6 @@ class StepExplainer:
         self._last_steps = last_steps
         self._compares = compares
         self._budget = config.explain.budget
-        self._checkpoints = config.explain.checkpoints
         # 0: steps of a schedule are not all watched.
         is_each = config.schedule == Schedule()
         self._steps_between = config.weights_every or 1 if is_each else 0
@@ -182,7 +181,6 @@ class StepExplainer:
         step = BadStep(
             models_of(self._watches),
             budget=self._budget,
-            checkpoints=self._checkpoints,
             kind=first.kind,
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin.how == "made" and bool(first.class_name),

@@ -131,13 +131,6 @@ def is_path(value: Any) -> bool:
     return isinstance(value, (str, os.PathLike))
 
 
-def check_paths(name: str, value: Any) -> None:
-    """Raises TypeError if an argument is no list of paths."""
-    is_list = isinstance(value, Collection) and not isinstance(value, (str, bytes))
-    if not is_list or not all(map(is_path, value)):
-        raise TypeError(f"{name} must be a list of paths, got {value!r}")
-
-
 def names_arguments(
     function: Callable[_Parameters, _Result], owner: str = ""
 ) -> Callable[_Parameters, _Result]:
@@ -269,7 +262,6 @@ POSITIVE = Kind(check_positive)
 SHARE = Kind(check_share)
 FLAG = Kind(check_bool)
 PATH = Kind(check_path, str, "PATH")
-PATHS = Kind(check_paths)
 PATTERNS = Kind(check_names, _several, "PATTERN,...", note=_COMMAS)
 PATTERNS_OR_ALL = Kind(
     lambda name, value: check_names(name, value, optional=True),

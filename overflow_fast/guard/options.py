@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -28,7 +28,6 @@ from ..base.text import listed_fields
 from .kinds import (
     FLAG,
     PATH,
-    PATHS,
     POSITIVE,
     Kind,
     Path,
@@ -158,14 +157,6 @@ class Explain(Options):
             "must not happen twice, such as taking data from a loader. Nothing is run "
             "again then; explanations say what is known without.",
             FLAG,
-        ),
-    )
-    checkpoints: Sequence[Path] = field(
-        default=(),
-        metadata=option(
-            "Files of weights (`torch.save`, safetensors), the newest last. If weights "
-            "are bad, the step is tried with those that are finite.",
-            PATHS,
         ),
     )
     frames: int = field(

@@ -19,7 +19,6 @@ from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.remedies import written
 from overflow_fast.explainer.remedies.patches import Unscaled
 from overflow_fast.guard.kept_calls.ambient import Ambient
-from overflow_fast.options import Explain
 
 NAN = float("nan")
 
@@ -581,54 +580,6 @@ def test_samples_that_are_bad_are_left_out(as_kept):
     as_kept(remedy.text)
     wanted = model(x[[0, 1, 3, 5]]).pow(2).mean()
     assert remedy.loss == pytest.approx(wanted.item())
-
-
-def save(path, model, key=None):
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    torch.save({key: state} if key else state, path)
-    return path
-
-
-def test_a_checkpoint_that_is_finite_is_found(tmp_path, as_kept):
-    model = nn.Linear(4, 1)
-    files = [
-        save(tmp_path / "first.pt", model),
-        save(tmp_path / "good.pt", model, "model"),
-    ]
-    with torch.no_grad():
-        model.weight[0, 1] = NAN
-    files += [save(tmp_path / "bad.pt", model), tmp_path / "missing.pt"]
-    (tmp_path / "text.pt").write_text("no checkpoint")
-    files.append(tmp_path / "text.pt")
-    x, pointer = torch.ones(3, 4), model.weight.data_ptr()
-    found = explain(model, x, lambda x: model(x).mean(), checkpoints=files)
-    assert found.cause == "bad weights"
-    assert [each.is_recommended for each in found.remedies] == [True, True]
-    assert "good.pt" in found.remedies[0].text
-    assert model.weight.data_ptr() == pointer and model.weight.isnan().any()
-    as_kept([re.sub(r"Error: .*", "Error", each) for each in found.notes])
-    exec(found.remedies[0].code, {"torch": torch, "model": model})
-    assert model(x).isfinite().all()
-
-
-@pytest.mark.parametrize("rate", [3.0, 1e30])
-def test_a_run_that_diverges_may_go_back_to_a_checkpoint(rate, tmp_path):
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    files, x = [save(tmp_path / "first.pt", model)], torch.full((3, 4), 10.0)
-    guard = OverflowGuard(
-        model, optimizer, explain=Explain("always", checkpoints=files)
-    )
-    with pytest.raises(NonFiniteError) as error:
-        for _ in range(60):
-            guard.run(lambda: (model(x) - 1).pow(2).mean()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = error.value.report.explanation
-    assert found.cause == "divergence"
-    assert [each.is_recommended for each in found.remedies] == [True], found
-    exec(found.remedies[0].code, {"torch": torch, "model": model})
-    assert (model(x) - 1).pow(2).mean().item() == pytest.approx(found.remedies[0].loss)
 
 
 def test_without_a_loss_the_output_is_all_that_counts(as_kept):

@@ -106,7 +106,6 @@ def test_a_path_may_be_an_object(tmp_path):
 def test_iterators_are_read_once():
     config = config_of(include=iter(["0"]), monitors=iter([Spikes()]))
     assert config.include == ("0",) and config.monitors == (Spikes(),)
-    assert Explain(checkpoints=iter(["a.pt"])).checkpoints == ("a.pt",)
 
 
 def test_monitors_replace_the_default():
@@ -164,7 +163,6 @@ def test_a_wrong_type_of_a_field_is_named(as_kept):
         [
             lambda: Explain(budget=None),
             lambda: Explain(replay_safe=1),
-            lambda: Explain(checkpoints="a"),
             lambda: Evidence(None),
             lambda: Log("l", mib=True),
             lambda: Log("l", keep=None),

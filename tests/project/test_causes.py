@@ -58,7 +58,7 @@ def invented(monkeypatch):
         meaning="a bit of memory was flipped",
         help="Use memory that corrects errors.",
         sections=("It does not happen again",),
-        remedies=("checkpoints",),
+        remedies=("samples",),
         is_overflow=True,
         names_maker=False,
         translations={"zh": "宇宙射线", "ko": "우주선"},
@@ -111,5 +111,5 @@ def test_an_invented_cause_has_its_remedies(invented):
         half = torch.float16
 
     makes = [makes for applies, makes in attempts._ATTEMPTS if applies(Failure())]
-    assert makes[0] is attempts.checkpoint_trials
+    assert makes[0] is attempts.select_trials
     assert attempts.wider_trials in makes

@@ -30,7 +30,6 @@ from ...guard.report.remedy import Elsewhere, Remedy
 from ..explain_origin import explain_root_op
 from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
-from .checkpoints import checkpoint_trials
 from .failure import Failure
 from .half_dtypes import half_trials, scale_trials
 from .patches import OtherCall, SomeSamples
@@ -78,7 +77,6 @@ def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure |
         return None
     found = explain_root_op(root_op, result.table.ops, result.is_in_gradients)
     after = Failure.of(found, root_op, result.table, place)
-    after.checkpoints = failure.checkpoints
     return None if after.mark == failure.mark else after
 
 
@@ -359,7 +357,6 @@ _ATTEMPTS: tuple[
     (_tries("samples"), select_trials),
     (_tries("samples"), dropping_trials),
     (_has_calls, sentinel_trials),
-    (_tries("checkpoints"), checkpoint_trials),
     (_has_calls, functools.partial(exact_trials, rules=EXACT)),
     (_has_calls, select_trials),
     (_overflows_half, scale_trials),

@@ -8,7 +8,6 @@ what it knows of the step. Where a remedy uncovers another failure in the same s
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +55,6 @@ class Failure:
         growth: How results grew up to it, where it is an overflow, or None.
         others: The replay of the step without the sample that fails, if it was run.
         clean: The call that failed with the batch of the last clean step, or None.
-        checkpoints: Files of weights that the user gave, the newest last.
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
@@ -84,7 +82,6 @@ class Failure:
     growth: CallGrowth | None = None
     others: ReplayResult | None = None
     clean: Call | None = None
-    checkpoints: Sequence[str | os.PathLike[str]] = ()
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None

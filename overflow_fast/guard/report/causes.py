@@ -23,7 +23,7 @@ class Cause:
         gist: What the first line of a report says of it, with the fields of `gist.py`.
         remedies: What is tried against it: "calls" (other torch calls in the place of
             those that fail), "weights" (they are repaired), "samples" (those that are
-            bad are left out), "checkpoints" (older ones are loaded).
+            bad are left out).
         is_overflow: Whether a number was too large for its dtype.
         may_be_intended: Whether -inf that it gives may be meant, as that of a mask is.
         names_maker: Whether it is known then what made the value.
@@ -150,7 +150,6 @@ gradients.""",
     advice="load an older checkpoint, and lower the learning rate, warm up, or clip "
     "gradients",
     sections=("The learning rate is too high",),
-    remedies=("checkpoints",),
     translations={"zh": "发散", "ko": "학습 발산"},
 )
 BAD_SETTING = Cause(
@@ -179,7 +178,6 @@ BAD_WEIGHTS = Cause(
 A weight or a buffer was non-finite before the step: a bad checkpoint, or memory that
 was never initialized.""",
     sections=("The checkpoint is already nan",),
-    remedies=("checkpoints",),
     translations={"zh": "权重有问题", "ko": "잘못된 가중치"},
 )
 LEFT_OVER_GRADIENTS = Cause(

@@ -187,7 +187,7 @@ def test_run_has_twelve_options():
 FILE = """
 on_overflow = "skip"
 allow = {"*.attn:output" = "-inf"}
-explain = {budget = 3, replay_safe = false, checkpoints = ["a.pt"]}
+explain = {budget = 3, replay_safe = false}
 log = "l"
 schedule = 4
 max_consecutive_skips = 2
@@ -217,7 +217,7 @@ def test_a_file_has_all_arguments(config):
     assert guard_arguments(parsed) == {
         "on_overflow": "skip",
         "allow": {"*.attn:output": "-inf"},
-        "explain": Explain(budget=3, replay_safe=False, checkpoints=["a.pt"]),
+        "explain": Explain(budget=3, replay_safe=False),
         "log": "l",
         "schedule": 4,
         "max_consecutive_skips": 2,
