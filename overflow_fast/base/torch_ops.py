@@ -181,7 +181,8 @@ _TABLE = (
     ("erfc", _op(never=(0.0,))),
     ("softplus", _op("grows", never=(0.0,))),
     ("celu elu selu gelu silu", _op("grows")),
-    ("atan2 maximum minimum min fmax fmin copysign nextafter", _op("promotes")),
+    ("atan2 maximum minimum min copysign nextafter", _op("promotes")),
+    ("fmax fmin", _op("leaves_out_nan promotes")),
     ("cat stack clamp_min clamp_max", _op("promotes")),
     ("igamma igammac special_zeta special_*_polynomial_*", _op("promotes")),
     # Of several numbers one.

@@ -63,6 +63,10 @@ CASES = {
         lambda: rows().nansum(-1),
         ["aten.masked_fill.Scalar"],
     ),
+    "the larger one of nan and nan": (
+        lambda: rows().fmax(rows()),
+        ["aten.masked_fill.Scalar", "aten.masked_fill.Scalar", "aten.fmax"],
+    ),
     "an overflow beside what is left out": (
         lambda: (LARGE + mask(float("nan"))).nansum(-1),
         ["aten.masked_fill.Scalar", "aten.nansum"],
