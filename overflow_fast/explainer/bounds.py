@@ -66,9 +66,9 @@ GROWING = Bound(10.0)
 EXPLODING = Bound(1e3)
 # A buffer after the step with a remedy: too low doubts a remedy that is sound.
 BUFFER = Bound(1e3, 1.0)
-# The loss with a remedy, by the median of the last steps, and the gradients, by the
-# largest: too low rejects a remedy that is sound, too high recommends one that ends the
-# run in the next steps.
+# The loss and the gradients with a remedy, by the median of the last steps: too low
+# rejects a remedy that is sound, too high recommends one that ends the run in the next
+# steps.
 LOSS = Bound(1e5, 1.0)
 GRADIENT = Bound(1e5)
 # What follows a number that a remedy has put in place of an inf, by all before it: too

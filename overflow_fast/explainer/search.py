@@ -421,8 +421,9 @@ class Search:
         losses = step.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = statistics.median_low(before) if before else None
-        slopes = [*step.past.gradients, step.past.last_gradient]
-        failure.usual_gradient = max(filter(math.isfinite, slopes), default=0.0)
+        slopes = [each for each in step.past.gradients if math.isfinite(each)]
+        slopes = slopes or [step.past.last_gradient]
+        failure.usual_gradient = statistics.median_low(slopes)
         failure.optimizers = step.optimizers
         find_remedies(failure, self.replayer, step.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)

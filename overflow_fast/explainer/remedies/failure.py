@@ -64,8 +64,8 @@ class Failure:
         met: The forward operation whose derivative was the first to be non-finite,
             where a tensor of the batch was so before.
         usual_loss: The median loss of the steps before, or None.
-        usual_gradient: The largest magnitude in the gradients of the steps before; 0 if
-            none is known.
+        usual_gradient: The median of the largest magnitudes in the gradients of the
+            steps before; 0 if none is known.
         optimizers: The optimizers, which make a step with what is tried.
         stays_within: The step ends finite: what follows leaves the bad values out.
         within: The module that has them then; None if it is of none.

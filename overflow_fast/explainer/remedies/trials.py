@@ -165,8 +165,8 @@ def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
     for name, gradient in gradients.items():
         largest = float(gradient.abs().max()) if gradient.numel() else 0.0
         if GRADIENT.is_passed(largest, usual):
-            most = "where the largest finite one seen last, in this step too, was"
-            return f"the gradient of {name} is up to {largest:.3g}, {most} {usual:.3g}"
+            grown = f"{largest:.3g}, against {usual:.3g} before or beside it"
+            return f"the gradient of {name} is up to {grown}"
     return ""
 
 
