@@ -209,14 +209,15 @@ def test_the_loss_that_a_model_returns_has_the_size_that_it_had():
 
 
 @pytest.mark.slow
-def test_gradients_of_a_size_that_the_run_never_had_are_no_remedy(as_kept):
+@pytest.mark.parametrize("numbers", [(4.0, 4.0, 0.0), (4.0, 1e-9, 4.0, 4.0, 0.0)])
+def test_gradients_of_a_size_that_the_run_seldom_had_are_no_remedy(numbers, as_kept):
     """The loss is computed outside of the model, so that nobody knows what it was."""
     torch.manual_seed(0)
     model = nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-15)
     guard = OverflowGuard(model, optimizer, explain=True)
     with pytest.raises(NonFiniteError) as caught:
-        for number in (4.0, 4.0, 0.0):
+        for number in numbers:
             loss = model(torch.ones(3, 2)).abs().sum() / torch.tensor(number)
             optimizer.zero_grad()
             loss.backward()
@@ -814,6 +815,16 @@ def test_the_result_that_has_to_be_positive_is_made_so_for_all_that_reads_it(as_
         return (var.log() + (1 - mean) ** 2 / var).sum()
 
     as_kept(stopped(Layer(2), loss, [torch.ones(3, 2)]).remedies[0].code)
+
+
+def test_a_layers_result_that_others_read_is_made_positive_where_it_is_made(as_kept):
+    torch.manual_seed(0)
+
+    def loss(model, x):
+        scale = model.rate(x)
+        return (scale.log() + 1 / scale).sum()
+
+    as_kept(stopped(Layer(), loss, [torch.ones(3, 2)]).remedies[0].code)
 
 
 class Uncertainty(nn.Module):

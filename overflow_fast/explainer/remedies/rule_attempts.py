@@ -101,9 +101,12 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     op, failed = failure.found.op, next(iter(failure.failing_calls), None)
     if op is None or failed is None or not any(number < 0 for number in op.operands):
         return
-    way = _raw_way(next(iter(failed.inputs), None))
-    if way is None:
+    value = next(iter(failed.inputs), None)
+    way = _raw_way(value)
+    if value is None or way is None:
         return
+    if not way and value.call is not None:
+        way = [value]  # the layer's own result
     # Else another call would be given what is below 0 still.
     reads = [call for call in failure.calls if set(call.inputs) & {*failed.inputs}]
     of_one, of_several, *of_calls = LINKS

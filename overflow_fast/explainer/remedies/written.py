@@ -266,7 +266,7 @@ class Writer(ast.NodeTransformer):
         """The call with other keywords, and a number in place of -inf."""
         whole, new = self.expression, {each.arg: each.value for each in node.keywords}
         if not (new or node.args):
-            return self._once(whole, self._root)
+            return self._once(self.node, self._root)
         lows = [self.visit(each) for each in node.args]
         if self._root.name == "__setitem__":
             return lows[0]
