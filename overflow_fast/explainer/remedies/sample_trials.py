@@ -34,7 +34,7 @@ def dropping_trials(failure: Failure, trials: Trials) -> Attempts:
     if not rows:
         return
     name = found.tensor
-    yield from _clamp_to_least(bad, failure)
+    yield from _least_for_inf(bad, failure)
     mask = f"torch.isfinite({name}).reshape(len({name}), -1).all(1)"
     remedy = Remedy(
         f"drop the {size - len(rows)} of {size} samples whose {name} is not finite",
@@ -44,7 +44,7 @@ def dropping_trials(failure: Failure, trials: Trials) -> Attempts:
     yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
 
 
-def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
+def _least_for_inf(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
     """The least finite number in place of -inf alone, as a logarithm of 0 gives it.
 
     Not in a mask, which has one finite number.
@@ -54,10 +54,8 @@ def _clamp_to_least(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
     if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
         return
     name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
-    code = f"{name}.clamp_(min={low:g})"  # in a tuple, too
-    if name.isidentifier():
-        code = f"{name} = {name}.clamp(min={low:g})"
-    words = f"clamp `{name}` to at least {low:g}, its least finite number"
+    code = _changed(name, "masked_fill", f"{name}.isneginf(), {low:g}")
+    words = f"replace -inf in `{name}` by {low:g}, its least finite number"
     remedy = Remedy(words, code, is_of_data=True)
     yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
 
@@ -77,14 +75,19 @@ def without_sample(
         mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
         code = _dropping_code(call, mask)
         usual = outlier.usual
-        clamped = f"{name}.clamp_(-{usual:g}, {usual:g})"  # in a tuple, too
-        if name.isidentifier():
-            clamped = f"{name} = {name}.clamp(-{usual:g}, {usual:g})"
+        clamped = _changed(name, "clamp", f"-{usual:g}, {usual:g}")
         words = f"clamp `{name}` to {usual:g} in magnitude"
         remedy = Remedy(words, clamped, is_of_data=True)
         yield Trial(remedy, ClampedBatch(failure.place, name, -usual, usual))
     remedy = Remedy(text, code, is_of_data=True)
     yield Trial(remedy, without)
+
+
+def _changed(name: str, method: str, given: str) -> str:
+    """The code that changes a tensor of the batch, in a tuple, too."""
+    if name.isidentifier():
+        return f"{name} = {name}.{method}({given})"
+    return f"{name}.{method}_({given})"
 
 
 def _dropping_code(call: Call, mask: str) -> str:
@@ -130,8 +133,6 @@ def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
     if not trials.replayer.ranks.is_alone:
         return
     name, number = sentinel.name, sentinel.number
-    code = f"{name}.masked_fill_({name} == {number!r}, 0)"  # in a tuple, too
-    if name.isidentifier():
-        code = f"{name} = {name}.masked_fill({name} == {number!r}, 0)"
+    code = _changed(name, "masked_fill", f"{name} == {number!r}, 0")
     remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
     yield Trial(remedy, WithoutNumber(failure.place, number))
