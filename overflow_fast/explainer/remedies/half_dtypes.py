@@ -39,10 +39,7 @@ def scale_trials(failure: Failure, trials: Trials) -> Attempts:
         return
     scale = max(float(held.abs()) for held in began)
     if scale > 1:
-        text = (
-            f"backward began with {scale:g}: begin with 1, or scale the loss by less, "
-            "as torch.amp.GradScaler does after an overflow"
-        )
+        text = f"begin backward with 1, which began with {scale:g}"
         yield Trial(Remedy(text), Unscaled(scale))
 
 
