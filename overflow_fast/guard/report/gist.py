@@ -54,7 +54,7 @@ def gist_of(found: Findings) -> str:
         lost="" if found.lost_by is None else _named_at(found.lost_by),
         change="" if found.lost_by is None else _change_text(found.lost_by),
         outside=_outside_text(op),
-        seen=", in the forward and left out there" * found.is_seen_in_backward,
+        seen=", left out of the forward, not of backward" * found.is_seen_in_backward,
         reason=f": {clause}" if (clause := parted(found.stated)[0]) else "",
     )
     text = capitalized(text) if text.startswith("the ") else text
