@@ -290,6 +290,12 @@ WRITING = {
         torch.zeros(3, 2),
         "y.copy_(y.clone() / torch.where(y.sum() == 0, 1e-8, y.sum()))",
     ),
+    "an eps that is added": (
+        "def loss_of(x, w):\n    y = x * w\n    h = y.detach().half()\n"
+        "    for each in [h]:\n        each += 1e-8\n"
+        "    return (torch.log(h) + y).mean()\n",
+        *(torch.eye(200)[1:, :2].logical_not().float(), "each += 1e-4"),
+    ),
     "a module that is called once": (
         "LAYER = torch.nn.Dropout(0.0)\ndef loss_of(x, w):\n"
         "    p = torch.softmax(LAYER(x * w * 1e4), -1)\n"

@@ -65,7 +65,7 @@ def rule_edits(
     return texts[0]
 
 
-_IS_CALL = re.compile(r"CALL\(.*\)")
+_IS_CALL = re.compile(r"CALL\([^()]*\)")
 _OF_VALUE = "exact_argument"  # a variable for what is needed twice, or elsewhere
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -108,10 +108,7 @@ class Writer(ast.NodeTransformer):
             if self._root.kwargs.get("out") is not None:
                 raise NotWrittenError("it writes to `out`")
             self._target = self._written_to()
-        new = self.written(found)
-        if self._target is not None:
-            new = ast.Call(ast.Attribute(self._target, "copy_"), [new], [])
-        return self.edits_to(new)
+        return self.edits_to(self.written(found))
 
     def _written_to(self) -> Any:
         """The expression of a tensor that the call writes to, and others may have."""
@@ -147,13 +144,22 @@ class Writer(ast.NodeTransformer):
         kept: list[tuple[Any, ast.Name]] = list(self._kept.items())
         named = {node: ast.NamedExpr(name, node) for node, name in kept}
         new = rebuilt(new, {each: named.pop(each) for each in self._read & set(named)})
-        whole: ast.AST = new
-        if isinstance(self.node, ast.AugAssign):
-            is_kept = self._target is not None
-            whole = ast.Expr(new) if is_kept else ast.Assign([self.node.target], new)
+        whole = self._in_place(new)
         file = self._site.file
         edits = [Edit.of(file, node, by_name) for node, by_name in named.items()]
         return (Edit.of(file, self.node, whole), *edits)
+
+    def _in_place(self, new: Any) -> ast.AST:
+        """An expression, or the statement that writes it to where the call did."""
+        node, is_statement = self.node, isinstance(self.node, ast.AugAssign)
+        if is_statement and isinstance(new, ast.BinOp):
+            sides = ast.unparse(new.left), ast.unparse(node.target)
+            if sides[0] == sides[1] and type(new.op) is type(node.op):
+                return ast.AugAssign(node.target, node.op, new.right)
+        if self._target is not None:
+            new = ast.Call(ast.Attribute(self._target, "copy_"), [new], [])
+            return ast.Expr(new) if is_statement else new
+        return ast.Assign([node.target], new) if is_statement else new
 
     def _once(self, node: Any, call: TorchCall) -> Any:
         """An expression, or the name of its value where that may be computed once."""
@@ -266,7 +272,7 @@ class Writer(ast.NodeTransformer):
         """The call with other keywords, and a number in place of -inf."""
         whole, new = self.expression, {each.arg: each.value for each in node.keywords}
         if not (new or node.args):
-            return self._once(self.node, self._root)
+            return self._once(_value_of(self.node), self._root)
         lows = [self.visit(each) for each in node.args]
         if self._root.name == "__setitem__":
             return lows[0]
@@ -341,9 +347,7 @@ class Writer(ast.NodeTransformer):
         old = [operand_of(call, place, node) for place in new]
         if node is None or None in old or isinstance(node, _SCOPES):
             raise NotWrittenError(f"{call.name} has no text")
-        if isinstance(node, ast.AugAssign):
-            node = ast.BinOp(node.target, node.op, node.value)
-        return rebuilt(node, dict(zip(old, new.values(), strict=True)))
+        return rebuilt(_value_of(node), dict(zip(old, new.values(), strict=True)))
 
     def place_operand(self, call: TorchCall, place: int) -> Any:
         """The expression of an operand of a call."""
@@ -411,6 +415,13 @@ def operand_of(call: TorchCall, place: int, node: Any) -> Any:
     parameters = op_of(call.plain_name).parameters or ("input", "other")
     wanted = parameters[place] if place < len(parameters) else ""
     return {SAME.get(k.arg or "", k.arg): k.value for k in node.keywords}.get(wanted)
+
+
+def _value_of(node: Any) -> Any:
+    """The expression of what an augmented assignment writes, or the node itself."""
+    if isinstance(node, ast.AugAssign):
+        return ast.BinOp(node.target, node.op, node.value)
+    return node
 
 
 def _is_in_order(call: TorchCall, sides: Sequence[ast.expr]) -> bool:
