@@ -142,9 +142,9 @@ class _Again:
 
     @property
     def how_tried(self) -> str:
-        """The same as a remedy says it, and why."""
-        gone = ": the step's own are gone" * (self.gradient is None)
-        return f"tried with {self.given}{gone}"
+        """What a remedy says of gradients that are not the step's; "" of its own."""
+        gone = ", tried with gradients of 0 as the step's own are gone"
+        return gone * (self.gradient is None)
 
     def made(self, dtype: torch.dtype | None = None, **changed: Any) -> OptimizerTwin:
         """A twin that is about to step: in a dtype, with some settings changed."""
@@ -248,7 +248,7 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
             found.cause, width = UNDERFLOW.name, f"in float64 it is finite: {eps}"
         other = _EPS.get(parameter.dtype, 1e-8)
         remedy = Remedy(
-            f"use eps={other:g} instead of {own:g} ({again.how_tried})",
+            f"use eps={other:g} instead of {own:g}{again.how_tried}",
             f"{type(optimizer).__name__}(..., eps={other:g})",
             is_finite=again.is_finite(eps=other),
         )

@@ -436,7 +436,7 @@ def test_in_an_optimizers_step_eps_stands_outside_of_the_root():
     assert "rsqrt(0)" in str(found).splitlines()[0]
     remedy = found.remedies[0]
     assert remedy.code == "inverse = (square.sqrt() + 1e-8).reciprocal().add_(1e-8)"
-    assert remedy.text.endswith("(tried with the same gradients)")
+    assert "tried with" not in remedy.text
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -482,7 +482,7 @@ def update_remedies(
     Args:
         op: The operation.
         calls: The torch calls of the step.
-        how_tried: What the step is made again with, in words.
+        how_tried: What is said of the gradients that it is made again with, or "".
         is_finite_now: Makes the step again on a copy; tells whether the weight is
             finite then.
     """
@@ -499,5 +499,5 @@ def update_remedies(
             with contextlib.suppress(Exception), patch.applied({}):
                 is_finite = is_finite_now()
             if patch.is_applied:
-                text = f"{trial.remedy.text} ({how_tried})"
+                text = f"{trial.remedy.text}{how_tried}"
                 yield replace(trial.remedy, text=text, is_finite=is_finite)

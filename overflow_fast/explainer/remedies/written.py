@@ -153,9 +153,9 @@ class Writer(ast.NodeTransformer):
         """An expression, or the statement that writes it to where the call did."""
         node, is_statement = self.node, isinstance(self.node, ast.AugAssign)
         if is_statement and isinstance(new, ast.BinOp):
-            sides = ast.unparse(new.left), ast.unparse(node.target)
-            if sides[0] == sides[1] and type(new.op) is type(node.op):
-                return ast.AugAssign(node.target, node.op, new.right)
+            again = ast.AugAssign(node.target, node.op, new.right)
+            if ast.unparse(_value_of(again)) == ast.unparse(new):
+                return again
         if self._target is not None:
             new = ast.Call(ast.Attribute(self._target, "copy_"), [new], [])
             return ast.Expr(new) if is_statement else new
