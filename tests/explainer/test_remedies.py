@@ -552,7 +552,7 @@ def test_a_backward_that_began_with_a_large_number_is_begun_with_1(scale):
     guard.remove()
     found = error.value.report.explanation
     texts = [each.text for each in found.remedies if each.is_recommended]
-    text = f"begin backward with 1, which began with {scale:g}"
+    text = f"begin backward with 1, not {scale:g}"
     assert (text in texts) == (scale > 1), found
     assert found.phase == "backward" and found.is_overflow
 

@@ -39,8 +39,7 @@ def scale_trials(failure: Failure, trials: Trials) -> Attempts:
         return
     scale = max(float(held.abs()) for held in began)
     if scale > 1:
-        text = f"begin backward with 1, which began with {scale:g}"
-        yield Trial(Remedy(text), Unscaled(scale))
+        yield Trial(Remedy(f"begin backward with 1, not {scale:g}"), Unscaled(scale))
 
 
 def half_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -52,11 +52,13 @@ def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Att
     """Forms that are the same in exact arithmetic, and stay in range."""
     for failed in failure.failing_calls:
         for root in (failed, *_behind(failure.calls, failed)):
+            if root.key in trials.applied.keys:
+                continue
             for rule in rules:
                 dim = _ratio_dim(failure.calls, root) if "DIM" in rule.new else None
                 if "DIM" in rule.new and (dim is None or root is not failed):
                     continue
-                for trial, found in _trials_of(rule, root, failure, trials, dim):
+                for trial, found in trials_of(rule, root, failure.calls, dim):
                     if rule in IN_LOGARITHMS and not found.is_known:
                         continue  # nan where a factor is negative
                     reads = found.calls
@@ -99,11 +101,12 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     A clamp of it has no gradient where it acts: what is below 0 would stay there.
     """
     op, failed = failure.found.op, next(iter(failure.failing_calls), None)
-    if op is None or failed is None or not any(number < 0 for number in op.operands):
+    is_below = op is not None and any(number < 0 for number in op.operands)
+    if failed is None or not failed.inputs or not is_below:
         return
-    value = next(iter(failed.inputs), None)
+    value = failed.inputs[0]
     way = _raw_way(value)
-    if value is None or way is None:
+    if way is None:
         return
     if not way and value.call is not None:
         way = [value]  # the layer's own result
@@ -130,16 +133,15 @@ def _link(
         yield trial
 
 
-def _raw_way(value: Value | None, of_weights: bool = True) -> list[Value] | None:
+def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
     """The change of a layer's result or a weight, up to a value: what is moved.
 
     It begins with the first one after it. None where something else is made of it on
     its way than, of a layer's, a product with other numbers.
     """
-    call = None if value is None else value.call
-    if value is None or call is None or not call.inputs:
-        tensor = None if value is None else value.tensor
-        return [] if of_weights and isinstance(tensor, nn.Parameter) else None
+    call = value.call
+    if call is None or not call.inputs:
+        return [] if of_weights and isinstance(value.tensor, nn.Parameter) else None
     if _is_layer(call):
         return []
     if has(call.name, "moves"):
@@ -171,6 +173,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     is_by_zero = op is not None and op.operands[-1:] == [0.0]
     roots = [root for call in own if is_by_zero for root in _roots_below(call)]
     for failed in (*roots, *own):
+        if failed.key in trials.applied.keys:
+            continue
         for rule in GUARDS:
             if trials.is_settled:
                 return
@@ -180,7 +184,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 continue
             if failure.beyond_pole and rule.stops_gradient(failed):
                 continue
-            for trial, _ in _trials_of(rule, failed, failure, trials, None, largest):
+            for trial, _ in trials_of(rule, failed, failure.calls, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()
@@ -294,26 +298,14 @@ def _on(
     trials: Trials,
 ) -> Attempts:
     for call in filter(None, dict.fromkeys(calls)):
-        for rule in rules:
-            for trial, _ in _trials_of(rule, call, failure, trials):
+        for rule in rules if call.key not in trials.applied.keys else ():
+            for trial, _ in trials_of(rule, call, failure.calls):
                 yield trial
 
 
 def _up_to(failure: Failure) -> list[TorchCall]:
     """The call that failed, and those before it, the nearest first."""
     return [e for call in failure.failing_calls for e in (call, *_before(call))]
-
-
-def _trials_of(
-    rule: Rule,
-    root: TorchCall,
-    failure: Failure,
-    trials: Trials,
-    dim: Any = None,
-    largest: float = 0.0,
-) -> Iterator[tuple[Trial, Found]]:
-    if root.key not in trials.applied.keys:
-        yield from trials_of(rule, root, failure.calls, dim, largest)
 
 
 def trials_of(

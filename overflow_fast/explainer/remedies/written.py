@@ -392,12 +392,9 @@ def _of_torch_module(site: Site, outer: Any) -> ast.expr:
 
 def operand_of(call: TorchCall, place: int, node: Any) -> Any:
     """The expression of an operand of a call, or None."""
-    sides: list[ast.expr] = []
+    node = _value_of(node)
     if isinstance(node, ast.BinOp):
         sides = [node.left, node.right]
-    elif isinstance(node, ast.AugAssign):
-        sides = [node.target, node.value]
-    if sides:
         return sides[place] if _is_in_order(call, sides) else sides[1 - place]
     if isinstance(node, ast.UnaryOp):
         return node.operand
