@@ -827,6 +827,29 @@ def test_a_layers_result_that_others_read_is_made_positive_where_it_is_made(as_k
     as_kept(stopped(Layer(), loss, [torch.ones(3, 2)]).remedies[0].code)
 
 
+def density(name, *parameters):
+    return getattr(torch.distributions, name)(*parameters, validate_args=False).log_prob
+
+
+# The line of a package fails, of what the program has made.
+OUTSIDE = {
+    "made": lambda m, x: density("LogNormal", m(x), 1.0)(
+        x[..., 0] * 0.5  # 0 in a row
+    ).sum(),
+    "rounded to 1": lambda m, x: density("Beta", m(x).exp() + 1, 2.0)(
+        torch.sigmoid(40 * x[..., 1])
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_a_package_is_given_is_bounded_in_the_program(name, as_kept):
+    torch.manual_seed(0)
+    batches = [torch.ones(3, 2) * 0.5, torch.tensor([[1.0, 0.5], [0.0, 1.0]])]
+    first = stopped(Layer(), OUTSIDE[name], batches).remedies[0]
+    as_kept([first.text, first.code])
+
+
 class Uncertainty(nn.Module):
     def __init__(self):
         super().__init__()

@@ -362,6 +362,7 @@ OF_OTHERS = {
     CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),
     CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
+    LOST[1]: ("torch.xlogy(2.0, 1 - x.sigmoid())", LARGE),
     LINKS[2]: ("x.log()", -ONE),
 }
 

@@ -34,16 +34,15 @@ from .failure import Failure
 from .half_dtypes import half_trials, scale_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
-    cancelled_trials,
+    earlier_trials,
     exact_trials,
+    given_trials,
     guard_trials,
     link_trials,
     lost_trials,
-    mask_trials,
-    rounded_trials,
     select_trials,
 )
-from .rules import EXACT, IN_LOGARITHMS
+from .rules import CANCELLED, EXACT, IN_LOGARITHMS, MASKS, ROUNDED
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
 from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
@@ -121,10 +120,7 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_elsewhere(failure, trials)
-    found.remedies = sorted(
-        [*found.remedies, *trials.remedies],
-        key=_rank,
-    )
+    found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
@@ -361,12 +357,13 @@ _ATTEMPTS: tuple[
     (_has_calls, select_trials),
     (_overflows_half, scale_trials),
     (_overflows_half, wider_trials),
-    (_is_lost, cancelled_trials),
+    (_is_lost, functools.partial(earlier_trials, rules=CANCELLED)),
     (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
     (_is_full, wider_trials),
-    (_is_lost, mask_trials),
-    (_is_lost, rounded_trials),
+    (_is_lost, functools.partial(earlier_trials, rules=MASKS)),
+    (_is_lost, functools.partial(earlier_trials, rules=ROUNDED)),
     (_is_lost, link_trials),
+    (_is_lost, given_trials),
     (_has_calls, guard_trials),
     (_is_lost, lost_trials),
     (_has_calls, half_trials),

@@ -260,13 +260,13 @@ class ClampedBatch(ChangedCall):
     Attributes:
         name: The tensor.
         low: The least number.
-        high: The largest one.
+        high: The largest one; None for any.
     """
 
     is_same_step = False
     name: str
     low: float
-    high: float
+    high: float | None = None
 
     def changed(self, call: Call) -> Call:
         """See `ChangedCall`."""

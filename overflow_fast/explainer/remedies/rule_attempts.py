@@ -24,13 +24,10 @@ from .failure import Failure
 from .pairs import pair_of
 from .patterns import Found, Input, matched, parsed
 from .rules import (
-    CANCELLED,
     GUARDS,
     IN_LOGARITHMS,
     LINKS,
     LOST,
-    MASKS,
-    ROUNDED,
     RULES,
     SELECTS,
     UPDATES,
@@ -61,9 +58,9 @@ def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Att
                 for trial, found in trials_of(rule, root, failure.calls, dim):
                     if rule in IN_LOGARITHMS and not found.is_known:
                         continue  # nan where a factor is negative
-                    reads = found.calls
-                    is_near = any(value.call in reads for value in failed.inputs)
-                    if failed in (root, *reads) or ("LOG" in rule.new and is_near):
+                    is_near = any(value.call in found.calls for value in failed.inputs)
+                    is_near &= "LOG" in rule.new
+                    if is_near or failed in (root, *found.calls):
                         yield from _with_twins(trial, rule, root, failure)
 
 
@@ -158,6 +155,15 @@ def _is_layer(call: TorchCall) -> bool:
     """True for what a module of torch computes with its weight, and a bias."""
     is_module = installed_name(call.sites[0].file).startswith("torch/nn/modules/")
     return is_module and has(call.name, "grows")
+
+
+def given_trials(failure: Failure, trials: Trials) -> Attempts:
+    """A lower bound of a 0 that a line of the program gives an installed package."""
+    op = failure.found.op
+    is_zero = op is not None and op.operands[-1:] == [0.0]
+    for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
+        for made in filter(None, (value.call for value in failed.inputs)):
+            yield from _link(LOST[0], made, 0, failure, trials)
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -269,26 +275,19 @@ def _are_alike(one: TorchCall, other: TorchCall) -> bool:
     return not sources[0].isdisjoint(sources[1])
 
 
-def mask_trials(failure: Failure, trials: Trials) -> Attempts:
-    """The mask whose infs meet, made of a large number instead."""
+def earlier_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Attempts:
+    """Other forms of the mask whose infs meet, and of calls up to the failing one."""
     masks = [] if failure.mask is None else [failure.mask.torch_call]
-    yield from _on(MASKS, [*masks, *_up_to(failure)], failure, trials)
-
-
-def rounded_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A number that the dtype holds, in a sum before the call that failed."""
-    yield from _on(ROUNDED, _up_to(failure), failure, trials)
-
-
-def cancelled_trials(failure: Failure, trials: Trials) -> Attempts:
-    """Another form of a difference before the call that failed, whose terms cancel."""
-    yield from _on(CANCELLED, _up_to(failure), failure, trials)
+    yield from _on(rules, [*masks, *_up_to(failure)], failure, trials)
 
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of what became 0 in its dtype."""
-    if failure.lost is not None and failure.found.cause == UNDERFLOW.name:
-        yield from _on(LOST, [failure.lost.torch_call], failure, trials)
+    """A bound of what became 0 or 1 in its dtype."""
+    (above, below), found = LOST, failure.found
+    if failure.lost is not None and found.cause == UNDERFLOW.name:
+        yield from _on([above], [failure.lost.torch_call], failure, trials)
+    if failure.lost is not None and found.lost_by and found.lost_by.value == 1:
+        yield from _on([below], [failure.lost.torch_call], failure, trials)
 
 
 def _on(

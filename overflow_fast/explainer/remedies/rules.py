@@ -375,8 +375,10 @@ LINKS = _rules(
      None, False, True, True),
     ("log|log2|log10|sqrt|rsqrt|lgamma|digamma|poisson_nll_loss(y)",
      "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
-# Of what made a value that became 0.
-LOST = _rules(("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"))
+# Of what made a value that became 0, or 1.
+LOST = _rules(
+    ("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"),
+    ("*", "CALL().clamp(max=1 - WIDE)", "clamp the result to at most 1 - WIDE"))
 # fmt: on
 RULES = (
     *EXACT,

@@ -14,6 +14,7 @@ import torch
 from ...base.tree import tensors
 from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
+from ..replayer import Patch
 from ..sentinel import outlier_in
 from .failure import Failure
 from .patches import ClampedBatch, SomeSamples, WithoutNumber
@@ -54,10 +55,9 @@ def _least_for_inf(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
     if is_mask or int(is_low.sum()) != bad.numel() - finite.numel():
         return
     name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
-    code = _changed(name, "masked_fill", f"{name}.isneginf(), {low:g}")
     words = f"replace -inf in `{name}` by {low:g}, its least finite number"
-    remedy = Remedy(words, code, is_of_data=True)
-    yield Trial(remedy, ClampedBatch(failure.place, name, low, math.inf))
+    given, patch = f"{name}.isneginf(), {low:g}", ClampedBatch(failure.place, name, low)
+    yield _changing(words, name, "masked_fill", given, patch)
 
 
 def without_sample(
@@ -75,19 +75,18 @@ def without_sample(
         mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
         code = _dropping_code(call, mask)
         usual = outlier.usual
-        clamped = _changed(name, "clamp", f"-{usual:g}, {usual:g}")
         words = f"clamp `{name}` to {usual:g} in magnitude"
-        remedy = Remedy(words, clamped, is_of_data=True)
-        yield Trial(remedy, ClampedBatch(failure.place, name, -usual, usual))
-    remedy = Remedy(text, code, is_of_data=True)
-    yield Trial(remedy, without)
+        patch = ClampedBatch(failure.place, name, -usual, usual)
+        yield _changing(words, name, "clamp", f"-{usual:g}, {usual:g}", patch)
+    yield Trial(Remedy(text, code, is_of_data=True), without)
 
 
-def _changed(name: str, method: str, given: str) -> str:
-    """The code that changes a tensor of the batch, in a tuple, too."""
+def _changing(words: str, name: str, method: str, given: str, patch: Patch) -> Trial:
+    """The trial of a change of a tensor in the batch, which may be in a tuple."""
+    code = f"{name}.{method}_({given})"
     if name.isidentifier():
-        return f"{name} = {name}.{method}({given})"
-    return f"{name}.{method}_({given})"
+        code = f"{name} = {name}.{method}({given})"
+    return Trial(Remedy(words, code, is_of_data=True), patch)
 
 
 def _dropping_code(call: Call, mask: str) -> str:
@@ -133,6 +132,6 @@ def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
     if not trials.replayer.ranks.is_alone:
         return
     name, number = sentinel.name, sentinel.number
-    code = _changed(name, "masked_fill", f"{name} == {number!r}, 0")
-    remedy = Remedy(f"replace {number:.6g} in `{name}` by 0", code, is_of_data=True)
-    yield Trial(remedy, WithoutNumber(failure.place, number))
+    words, given = f"replace {number:.6g} in `{name}` by 0", f"{name} == {number!r}, 0"
+    patch = WithoutNumber(failure.place, number)
+    yield _changing(words, name, "masked_fill", given, patch)

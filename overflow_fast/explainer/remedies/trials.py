@@ -320,18 +320,14 @@ class Trials:
             self.notes += [note] * (note not in self.notes)
             return False
         if result.error is not None:
-            remedy = replace(
-                remedy, why=f"the replay raised {error_line(result.error)}"
-            )
+            why = f"the replay raised {error_line(result.error)}"
+            remedy = replace(remedy, why=why)
         is_whole = self._is_alone or (self._has_loss and result.has_backward)
         if is_finite and not is_whole:
             if not self.notes:  # loss and backward were not replayed
                 name = name_outside(self.replayer.calls)
-                why = (
-                    f" ({COMPUTED_OUTSIDE.format(name)})"
-                    if name
-                    else f": use `{USE_RUN}`"
-                )
+                outside = f" ({COMPUTED_OUTSIDE.format(name)})"
+                why = outside if name else f": use `{USE_RUN}`"
                 first = remedy.code.partition("\n")[0]
                 code = f" (`{first}`)" if first else ""
                 self.notes.append(
