@@ -142,7 +142,7 @@ class _Again:
 
     @property
     def how_tried(self) -> str:
-        """What a remedy says of gradients that are not the step's; "" of its own."""
+        """A remedy's words on gradients that are not the step's; "" of its own."""
         gone = ", tried with gradients of 0 as the step's own are gone"
         return gone * (self.gradient is None)
 
