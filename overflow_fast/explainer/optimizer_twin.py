@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..guard.undo.kept_objects import ATOMS
 from ..torch_internals.replaying import with_torch_function
 
 
@@ -52,7 +53,9 @@ class OptimizerTwin:
         self.parameter = nn.Parameter(value)
         given = torch.zeros_like(value) if gradient is None else gradient
         self.parameter.grad = given.to(dtype, copy=True)
-        self._optimizer = copy.copy(optimizer)
+        self._optimizer = copy.copy(optimizer)  # of which torch keeps no attributes
+        own = {k: v for k, v in vars(optimizer).items() if type(v) in ATOMS}
+        vars(self._optimizer).update(own)
         kept = dict(optimizer.state.get(parameter, {}))
         if before is not None:
             # State of which nothing is held was made in that step.

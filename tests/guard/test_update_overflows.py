@@ -1,6 +1,7 @@
 """Finite gradients that an optimizer makes a non-finite state, or weight, of."""
 
 import importlib.util
+import itertools
 import sys
 import time
 
@@ -93,8 +94,8 @@ class InHalf(torch.optim.Optimizer):
             p.add_(p.grad.to(torch.float16).to(p.dtype), alpha=-1e-8)
 
 
-class WithAttribute(InHalf):
-    """Needs what a copy of it has not: torch copies state and groups alone."""
+class WithNumber(InHalf):
+    """Has a number of its own, where torch copies state and groups alone."""
 
     def __init__(self, params):
         super().__init__(params)
@@ -103,6 +104,18 @@ class WithAttribute(InHalf):
     def step(self):
         super().step()
         self.num_steps += 1
+
+
+class WithAttribute(InHalf):
+    """Needs what a copy of it has not: what a step may change is not copied."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.num_steps = itertools.count()
+
+    def step(self):
+        super().step()
+        next(self.num_steps)
 
 
 def eight_bits(params):
@@ -469,8 +482,9 @@ def test_the_first_steps_of_a_weight_that_is_trained_later_are_looked_at(first):
 
 
 @pytest.mark.explains
-def test_the_largest_gradient_so_far_is_looked_at_behind_a_step_of_ones_own():
-    model, optimizer = make(InHalf)
+@pytest.mark.parametrize("kind", [InHalf, WithNumber])
+def test_the_largest_gradient_so_far_is_looked_at_behind_a_step_of_ones_own(kind):
+    model, optimizer = make(kind)
     with OverflowGuard(model, optimizer, "skip") as guard:
         for scale in (1.0, 1.0, 1.0, 1e5):
             step(model, optimizer, scale)
@@ -478,6 +492,7 @@ def test_the_largest_gradient_so_far_is_looked_at_behind_a_step_of_ones_own():
     assert report.step == 3 and guard.num_skipped == 1
     assert report.explanation.cause == "range overflow"
     assert report.explanation.reason.endswith("beyond float16's maximum 65504")
+    assert getattr(optimizer, "num_steps", 3) == 3
 
 
 @pytest.mark.explains
