@@ -555,5 +555,5 @@ def test_a_number_that_code_writes_is_told_as_no_more_than_that(as_kept):
         return (0.0 * cost).sum()
 
     found = explain(model, torch.tensor([[0.0, -200.0, 1.0]]), loss)
-    assert found.cause == "rounding"
+    assert found.cause == "constant"
     as_kept(str(found).splitlines()[0], found.evidence)

@@ -155,10 +155,8 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         is_lost = not any(has(c.name, of) for c in failure.calls for of in cancels)
         if is_lost and found.op is not None and 0.0 in found.op.operands:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
-    elif found.cause == CONSTANT.name:
-        # Such a number has no precision: what it was written for has lost some.
-        found.cause = ROUNDING.name
-        found.evidence.append(_WHOLE.format(true_loss))
+    elif found.cause == CONSTANT.name:  # a condition that float64 does not meet
+        found.reason = f"{found.reason}, and {_WHOLE.format(true_loss)}"
 
 
 def _note_drawn(failure: Failure) -> None:
