@@ -19,6 +19,20 @@ import torch
 def ratio(loss, count):
     return loss / count
 
+def distance(x, y):
+    x = torch.log(x)
+    y = torch.log(y)
+    return (x - y).abs().mean()
+
+class Step(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad / p.abs().sum(), alpha=-0.1)
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -78,7 +92,7 @@ def test_a_line_of_a_package_comes_with_that_of_the_program(
     remedy = found.remedies[0]
     assert remedy.is_recommended and remedy.code == ""
     as_kept(remedy)
-    assert remedy.file == (__file__ if is_own_model or run else "")
+    assert remedy.file == lossy.__file__
 
 
 @pytest.mark.tries_remedies
@@ -89,6 +103,27 @@ def test_a_line_of_the_program_is_changed_as_ever():
     error = explained(Model(divide), torch.ones(2, 4), torch.tensor(0.0), run=True)
     found = error.report.explanation
     assert found.op.called_from == "" and any(each.file for each in found.remedies)
+
+
+@pytest.mark.tries_remedies
+def test_changes_of_several_lines_of_a_package_are_in_the_exception(lossy, as_kept):
+    model = Model(lambda loss, count: lossy.distance(loss, loss.detach() + count))
+    error = explained(model, torch.ones(2, 4), torch.tensor(0.0), run=True)
+    as_kept([each for each in str(error).splitlines() if each.startswith("tried")])
+
+
+@pytest.mark.explains
+def test_a_step_of_a_packages_optimizer_has_a_remedy(lossy, as_kept):
+    model = nn.Linear(4, 3)
+    nn.init.zeros_(model.bias)
+    optimizer = lossy.Step(model.parameters())
+    with OverflowGuard(model, optimizer):
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(NonFiniteError) as raised:
+            optimizer.step()
+    found = raised.value.report.explanation
+    assert found.op.place == "lossy/parts/ratios.py:19"
+    as_kept(found.remedies[0])
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,10 @@ _MOST_BLOCK = 40  # lines; edits that are farther from one another are listed al
 
 
 def shown_at(root: TorchCall) -> tuple[str, int]:
-    """The program's file and line that a remedy of a call is of; "" and 0 if none."""
-    site = root.sites[-1]
-    if not is_of_program(site.file) or not source_lines(site.code):
-        return "", 0
-    return SourceText.of(site.file).shown, site.line
+    """The file and line that a remedy of a call is of; "" and 0 if it has no text."""
+    site = root.sites[0]
+    is_read = bool(source_lines(site.code))
+    return (SourceText.of(site.file).shown, site.line) if is_read else ("", 0)
 
 
 def inner_place(root: TorchCall) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ...base.text import installed_name
+from ...base.text import installed_name, is_of_user
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.op import Op
@@ -19,7 +19,7 @@ from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, RuleChange
-from .edited_lines import inner_place, remedy_in_words, remedy_of, shown_at
+from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
 from .pairs import pair_of
 from .patterns import Found, Input, matched, parsed
@@ -361,7 +361,6 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
     whole = f"{text} in `{short_text(root)}`"
-    whole += f" ({place}, installed)" * bool(place)
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
@@ -478,7 +477,7 @@ def update_remedies(
             finite then.
     """
     root = op.torch_call
-    if root is None or not shown_at(root)[0]:  # a line of torch's own
+    if root is None or not is_of_user(root.sites[0].file):
         return
     for rule in (*UPDATES, *GUARDS):
         if rule.needs_inf:

@@ -94,8 +94,8 @@ class ExplanationText:
         return rows
 
     def needed_remedies(self) -> list[tuple[Need, list[str]]]:
-        """The first remedy that can be followed, and the next one of another kind."""
-        told = [each for each in self._helped if each.can_be_followed]
+        """The first remedy, and the next one of another kind."""
+        told = self._helped
         others = [each for each in told if each.kind != told[0].kind]
         rows = [*self._nearest(), *self._tried([*told[:1], *others[:1]])]
         needs = [Need.REMEDY, Need.NEXT]

@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ...base.text import rounded, short_name
+from ...base.text import installed_name, rounded, short_name
 
 # Of gradients: more than float32 rounds in most networks. With a smaller one, the same
 # function in another form is said to change the other samples.
@@ -210,11 +210,6 @@ class Remedy:
         return self.worth == Worth.HELPS
 
     @property
-    def can_be_followed(self) -> bool:
-        """True if its words say what to do: several changes need their code."""
-        return bool(self.code or not self.parts or any(e.code for e in self.parts))
-
-    @property
     def keeps_running(self) -> bool:
         """True if it is recommended, but for how far it is off what is true."""
         return self.worth <= Worth.FAR
@@ -280,9 +275,13 @@ class Remedy:
 
     @property
     def place(self) -> str:
-        """The file and the lines that it changes, or "" where it changes none."""
-        if self.parts:
-            return " and ".join(filter(None, (part.place for part in self.parts)))
+        """The files and the lines that it changes, or "" where it changes none."""
+        parts = self.parts or (self,)
+        places = " and ".join(dict.fromkeys(filter(None, (e._lines for e in parts))))
+        return places + ", installed" * any(installed_name(e.file) for e in parts)
+
+    @property
+    def _lines(self) -> str:
         lines = f"{self.line}-{self.last_line}"
         lines = lines if self.last_line > self.line else f"{self.line}"
         return f"{short_name(self.file)}:{lines}" if self.file else ""
