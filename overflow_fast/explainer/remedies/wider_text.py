@@ -152,7 +152,8 @@ def wider_text(change: InWider, calls: Sequence[TorchCall]) -> str:
     if all(root.name == "to" for root in roots):
         return f"cast to {wide} instead of {narrow}"
     texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)
-    line = shown_at(roots[-1])[1]
-    lines = [shown_at(call)[1] for call in calls if call.key in change.ends]
+    file, line = shown_at(roots[-1])
+    ends = [shown_at(call) for call in calls if call.key in change.ends]
+    lines = [end for end_file, end in ends if end_file == file]
     until = f", up to line {lines[-1]}" if lines and lines[-1] != line else ""
     return f"compute {' and '.join(texts)} in {wide}{until}"
