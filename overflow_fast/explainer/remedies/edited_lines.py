@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...base.text import is_of_program
+from ...base.text import is_of_program, is_of_user
 from ...guard.report.remedy import Remedy
 from ..syntax import module_of
 from ..torch_calls import TorchCall
@@ -16,8 +16,8 @@ _MOST_BLOCK = 40  # lines; edits that are farther from one another are listed al
 
 
 def shown_at(root: TorchCall) -> tuple[str, int]:
-    """The file and line that a remedy of a call is of; "" and 0 if it has no text."""
-    site = root.sites[0]
+    """The file and line, none of torch's, that a remedy is of; "" and 0 if unread."""
+    site = next((e for e in root.sites if is_of_user(e.file)), root.sites[-1])
     is_read = bool(source_lines(site.code))
     return (SourceText.of(site.file).shown, site.line) if is_read else ("", 0)
 

@@ -360,7 +360,8 @@ def _trial_of(
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
-    whole = f"{text} in `{short_text(root)}`"
+    is_torchs = not is_of_user(root.sites[0].file)
+    whole = f"{text} in `{short_text(root)}`" + f" ({place}, installed)" * is_torchs
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
