@@ -16,10 +16,9 @@ _MOST_BLOCK = 40  # lines; edits that are farther from one another are listed al
 
 
 def shown_at(root: TorchCall) -> tuple[str, int]:
-    """The file and line, none of torch's, that a remedy is of; "" and 0 if unread."""
-    site = next((e for e in root.sites if is_of_user(e.file)), root.sites[-1])
-    is_read = bool(source_lines(site.code))
-    return (SourceText.of(site.file).shown, site.line) if is_read else ("", 0)
+    """The file and line, none of torch's, that a remedy is of; "" and 0 if none."""
+    own = [e for e in root.sites if is_of_user(e.file) and source_lines(e.code)]
+    return (SourceText.of(own[0].file).shown, own[0].line) if own else ("", 0)
 
 
 def inner_place(root: TorchCall) -> str:
