@@ -20,8 +20,8 @@ def ratio(loss, count):
     return loss / count
 
 def distance(x, y):
-    x = torch.log(x)
-    y = torch.log(y)
+    x = torch.log(x.abs())
+    y = torch.log(y.abs())
     return (x - y).abs().mean()
 
 class Step(torch.optim.Optimizer):
