@@ -78,3 +78,26 @@ def test_a_forward_without_autograd_within_another_does_not_end_that_one():
         output = student(torch.ones(2, 3))
         (call,) = guard._parts.keeper.calls
         assert call.outputs[0].tensor() is output
+
+
+class Deviation(nn.Module):
+    def forward(self, x):
+        return torch.cat([x, x.std(0).mean().expand(len(x), 1)], 1)
+
+
+@pytest.mark.tries_remedies
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_forward_whose_gradient_is_differentiated_is_not_the_whole_of_a_remedy():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), Deviation(), nn.Linear(5, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    OverflowGuard(model, optimizer)
+    x = torch.ones(1, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (gradient.norm() - 1).square().backward()
+    with pytest.raises(NonFiniteError) as error:
+        optimizer.step()
+    found = error.value.report.explanation
+    assert found.cause == "empty reduction"
+    helping = [each for each in found.remedies if each.is_recommended]
+    assert helping and all(each.loss is not None for each in helping), found

@@ -216,7 +216,8 @@ class Trials:
             if any(kinds_of(held) for held in call.held.values())
         ]
         self._drops_gradients = bool(bad)
-        self._has_loss = all(call.returns_loss for call in bad)
+        further = [call for call in replayer.calls if call.has_graph]
+        self._has_loss = all(call.returns_loss for call in [*bad, *further])
         # The output is all there is, unless it holds a loss.
         self._is_alone = not any(call.has_backward for call in replayer.calls)
         self._nearness: Nearness | None = None

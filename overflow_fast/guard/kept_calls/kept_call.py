@@ -37,6 +37,8 @@ class KeptCall:
         held: The gradients of what it returned, by their places among its tensors.
         not_held: How many bytes of gradients were too many to be held; 0 for none.
         num_held: How many gradients have come to it, of several backwards, too.
+        has_graph: Whether one of them can be differentiated again, as for a penalty of
+            gradients: what follows from it does not run where the call is made again.
         returns_loss: Whether backward is called on what it returned.
         is_part_of_compiled: Whether it ran in code that was compiled together with
             others', and runs eagerly when it is called alone.
@@ -67,6 +69,7 @@ class KeptCall:
     began: float | None = None
     has_backward: bool | None = True
     has_autograd = False
+    has_graph = False
     forwards: Sequence[Any] = ()
 
     def __init__(
@@ -134,6 +137,7 @@ class KeptCall:
     def _hold(self, place: int, gradient: torch.Tensor) -> None:
         self.held[place] = gradient
         self.num_held += 1
+        self.has_graph |= torch.is_grad_enabled()  # in a backward that makes a graph
 
     def take_as_written(self, tensors: Set[int]) -> None:
         """Takes tensors of the batch, by their ids, for written to since the call."""
