@@ -12,6 +12,7 @@ The whole step in float64 is no matter of operations: see `remedies/true_step.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -113,19 +114,25 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 
 
+Factors = tuple[float, float]
+SAME: Factors = (1.0, 1.0)
+
+
 class Float64Run:
     """Runs operations in float64, one after another.
 
     Args:
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
+        times: Numbers that operations before them have made are multiplied by others
+            between these two.
 
     Attributes:
         failed: The operations that have no float64: their results stay as they were.
     """
 
-    def __init__(self, nudged: Sequence[OpCall] = ()) -> None:
-        self._nudged = nudged
+    def __init__(self, nudged: Sequence[OpCall] = (), times: Factors = SAME) -> None:
+        self._nudged, self._times = nudged, times
         self._memory: dict[int, torch.Tensor] = {}  # what they have written
         self.failed: list[OpCall] = []
 
@@ -156,7 +163,10 @@ class Float64Run:
             memory = self._memory.get(tensor.memory)
             if memory is None:
                 memory = tensor.wide
-                if tensor.memory in written:
+                if self._times != SAME and tensor.contents.is_made:
+                    memory = _spread(memory, self._times, len(self._memory))
+                    self._memory[tensor.memory] = memory
+                elif tensor.memory in written:
                     memory = self._memory[tensor.memory] = memory.clone()
             return tensor.of(memory)
 
@@ -180,6 +190,23 @@ class Float64Run:
         memory = torch.zeros_like(own.whole, dtype=torch.float64)
         own.of(memory).copy_(result)
         self._memory[own.memory] = memory
+
+
+def _spread(values: torch.Tensor, times: Factors, place: int) -> torch.Tensor:
+    """Numbers, each times one between two; of 0 it makes the least ones.
+
+    Equal numbers of one tensor or of two become different ones.
+
+    Args:
+        values: The numbers.
+        times: The two.
+        place: A number for the tensor.
+    """
+    numbers = torch.arange(1, len(values) + 1, device=values.device).double()
+    shares = (numbers * math.sqrt(5) + place * math.sqrt(2)) % 1
+    least = torch.finfo(torch.float32).smallest_normal
+    low, high = times
+    return values.where(values != 0, least) * (low + (high - low) * shares)
 
 
 def impossible(op: OpCall) -> list[float]:

@@ -4,8 +4,10 @@ The operations that an undefined result depends on are held in the replay's tabl
 are run in float64, from one of them on: if the result is finite from one on and not
 from the next on, the first of the two is where the value was lost.
 
-First the nearest of them alone, while they are small, which takes less; where the
-result stays undefined, all that are held.
+First the nearest of them alone, while they are small, which takes less. Where the
+result stays undefined, all that are held, in two cases: it depends on no others, so
+that it can be said of a wider dtype; or it is finite with other numbers in place of
+those that the nearest ones read, which were made before. Else these do not matter.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
-from .float64 import Float64Run, impossible
+from .float64 import SAME, Factors, Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
@@ -100,9 +102,11 @@ class _Undefined:
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
 
-    def run(self, first: int = 0, nudged: Sequence[OpCall] = ()) -> Float64Run:
+    def run(
+        self, first: int = 0, nudged: Sequence[OpCall] = (), times: Factors = SAME
+    ) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
-        return Float64Run(nudged).run(self.ops[first:])
+        return Float64Run(nudged, times).run(self.ops[first:])
 
     def run_alone(self, place: int) -> Float64Run:
         """Runs one operation alone."""
@@ -121,7 +125,10 @@ class _Undefined:
 
 
 def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
-    """Yields the last of some operations to run: those of few elements, then all."""
+    """Yields the last of some operations to run: those of few elements, then all.
+
+    All are yielded where they may tell more than the nearest; see above.
+    """
     num, numel, seen = 0, 0, set[Contents]()
     for op in reversed(ops[-_NEAREST:]):
         new = {each.contents for each in op.taped} - seen
@@ -129,8 +136,22 @@ def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
         if numel > _CHEAP:
             break
         num, seen = num + 1, seen | new
-    for each in sorted({num, len(ops)} - {0}):
-        yield ops[-each:]
+    if 0 < num < len(ops):
+        yield (near := ops[-num:])
+        undefined = _Undefined([each for each in near if each.is_held])
+        others = (undefined.is_finite(0, (), times) for times in _OTHER_NUMBERS)
+        if not (_read_of(ops) <= {*ops} or any(others)):
+            return
+    yield ops
+
+
+# Larger, smaller, and of the other sign: one of these moves what was lost by rounding.
+_OTHER_NUMBERS: tuple[Factors, ...] = ((1.0, 2.0), (0.0, 1.0), (-1.0, -2.0))
+
+
+def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:
+    """The operations that have written what some operations read."""
+    return {each for op in ops for each in op.read_from}
 
 
 def lost_value(ops: Sequence[OpCall]) -> Lost | None:
@@ -154,8 +175,7 @@ def lost_value(ops: Sequence[OpCall]) -> Lost | None:
         return None
     first = next(op for op in ops if op not in failed)
     as_they_were = list(dict.fromkeys(op.name for op in failed if op.read_from))
-    read = {each for op in ops for each in op.read_from}
-    is_whole = read <= {*ops} and not as_they_were
+    is_whole = _read_of(ops) <= {*ops} and not as_they_were
     lost = Lost(first, value, is_whole, False, as_they_were)
     if not math.isfinite(value):
         return _beyond_float64(undefined, lost)

@@ -349,14 +349,14 @@ class Search:
         from .rounding import explain_lost, lost_value, nearest_first  # of few failures
 
         lost = None
-        for some in nearest_first(ops):
-            if not self._has_time():
-                found.notes.append(notes.NOT_LOOKED_BACK)
-                break
-            with no_dispatch(), torch.no_grad():
+        with no_dispatch(), torch.no_grad():
+            for some in nearest_first(ops):
+                if not self._has_time():
+                    found.notes.append(notes.NOT_LOOKED_BACK)
+                    break
                 lost = lost_value(some) or lost
-            if lost is None or lost.op is not None:
-                break
+                if lost is None or lost.op is not None:
+                    break
         if lost is not None:
             explain_lost(lost, found)
             self._lost = lost.op

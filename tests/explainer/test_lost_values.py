@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
+from overflow_fast.explainer.float64 import Float64Run
 from overflow_fast.guard.report.notes import (
     NOT_IN_FLOAT64,
     NOT_LOOKED_BACK,
@@ -427,9 +428,11 @@ FAR = {
 }
 
 
+@pytest.mark.parametrize("num_before", [0, 120])  # all are held, or not all
 @pytest.mark.parametrize("op", FAR)
-def test_a_value_that_was_lost_long_before(op):
-    found = explained(*FAR[op])
+def test_a_value_that_was_lost_long_before(op, num_before):
+    value, function = FAR[op]
+    found = explained(value, lambda x: function(passed_on(x, num_before)))
     assert (found.lost_by and found.lost_by.name) == f"aten.{op}"
 
 
@@ -460,3 +463,17 @@ def test_rounding_is_not_blamed_where_it_does_not_matter(case):
     found = explained(1.0, lambda x: STEADY[case](passed_on(x)))
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert "a wider dtype would not help" in found.evidence[1]
+
+
+def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch):
+    """Whatever numbers these were given, the logarithm would be that of 0."""
+    ran, run = set[int](), Float64Run._run
+
+    def counted(self, op):
+        ran.add(op.index)
+        run(self, op)
+
+    monkeypatch.setattr(Float64Run, "_run", counted)
+    found = explained(1.0, lambda x: torch.log(passed_on(x, 120) * 0.0).sum())
+    assert (found.cause, found.lost_by) == ("undefined", None)
+    assert len(ran) == 12
