@@ -8,8 +8,6 @@ import torch
 from torch import nn
 
 from ..base.modules import named_buffers, named_parameters
-from ..scanner.ops import scan
-from .tensor_kinds import is_float
 
 
 def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
@@ -25,26 +23,6 @@ def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tens
         found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
         found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
     return found
-
-
-def magnitudes_of(models: Mapping[str, nn.Module], kind: str) -> dict[str, float]:
-    """The largest magnitudes of float tensors that are finite, by qualified name.
-
-    Args:
-        models: The models, by what their modules' names begin with.
-        kind: "parameter" or "buffer".
-    """
-    named = {
-        name: tensor.detach()
-        for of, name, tensor in names_of(models)
-        if of == kind and is_float(tensor) and tensor.numel()
-    }
-    stats = scan(list(named.values()))
-    return {
-        name: stat.abs_max
-        for name, stat in zip(named, stats, strict=True)
-        if stat.abs_max is not None and not stat.has_nan and not stat.has_inf
-    }
 
 
 def partitions_of(

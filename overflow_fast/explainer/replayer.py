@@ -46,7 +46,15 @@ from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
 from .snapshot import Snapshot
-from .tensor_kinds import NAN, NEGATIVE_INF, bad_names, floats_in, kinds_of
+from .tensor_kinds import (
+    NAN,
+    NEGATIVE_INF,
+    bad_names,
+    floats_in,
+    kinds_of,
+    sizes_in,
+    stats_of,
+)
 from .torch_calls import TorchCalls
 from .trace_back import RootOp, masked_whole, trace_back
 
@@ -166,6 +174,8 @@ class ReplayResult:
         has_mask: Whether an output that is no loss has a -inf, which may be meant.
         bad_call: Which of the kept calls was the first bad one, or -1.
         gradients: The gradients of the parameters, by their names.
+        gradient_sizes: The largest magnitudes of those that are finite.
+        buffer_sizes: Those of the buffers.
         table: The operations, if a call was traced.
         error: What ended it, or None.
         seconds: The time that it took.
@@ -185,6 +195,8 @@ class ReplayResult:
     has_mask: bool = False
     bad_call: int = -1
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradient_sizes: dict[str, float] = field(default_factory=dict)
+    buffer_sizes: dict[str, float] = field(default_factory=dict)
     table: OpTable | None = None
     error: Exception | None = None
     seconds: float = 0.0
@@ -336,6 +348,8 @@ class Replayer:
     Attributes:
         state: All that a run may change, kept.
         num_forwards: How many forwards were run.
+        buffer_sizes: The largest magnitudes of the buffers that were finite when the
+            step began.
         stopped: Why a run was ended before an effect, as a clause, or "".
     """
 
@@ -387,7 +401,9 @@ class Replayer:
                 for call in self.calls
                 if call.is_overwritten() or call.is_of_inference
             }
-            self._bad_before = set(bad_names(self._buffers(), masks=False))
+            buffers = self._buffers()
+            self.buffer_sizes = sizes_in(stats_of(buffers))
+            self._bad_before = set(bad_names(buffers, masks=False))
         except Exception as raised:
             error = raised
         try:
@@ -665,10 +681,15 @@ class Replayer:
                     gradient = sparse_values(gradient)
                 if gradient.layout is torch.strided:
                     result.gradients[f"{prefix}{name}"] = gradient
-        result.bad_gradients = bad_names(result.gradients.items(), masks=True)
+        sizes = result.gradient_sizes = sizes_in(stats_of(result.gradients.items()))
+        others = [pair for pair in result.gradients.items() if pair[0] not in sizes]
+        result.bad_gradients = bad_names(others, masks=True)
         if self._inner is not None and not result.bad_held:
             result.bad_inner = self._inner.bad  # else it may have come from outside
-        bad = bad_names(self._buffers(), masks=False)
+        buffers = self._buffers()
+        sizes = result.buffer_sizes = sizes_in(stats_of(buffers))
+        others = [pair for pair in buffers if pair[0] not in sizes]
+        bad = bad_names(others, masks=False)
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,14 +131,25 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
         named: Names and tensors.
         masks: Whether -inf counts.
     """
-    floats = [(name, t) for name, t in named if is_float(t) and t.numel()]
-    stats = scan([tensor.detach() for _, tensor in floats])
+    tensors = dict(named)
     return [
         name
-        for (name, tensor), stat in zip(floats, stats, strict=True)
+        for name, stat in stats_of(tensors.items()).items()
         if stat.has_nan or stat.has_inf
-        if masks or kinds_of(tensor, stat) != NEGATIVE_INF
+        if masks or kinds_of(tensors[name], stat) != NEGATIVE_INF
     ]
+
+
+def stats_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Stat]:
+    """Scans the tensors that can hold a nan or an inf. Incurs a CPU-GPU sync."""
+    floats = {name: t.detach() for name, t in named if is_float(t) and t.numel()}
+    return dict(zip(floats, scan(floats.values()), strict=True))
+
+
+def sizes_in(stats: Mapping[str, Stat]) -> dict[str, float]:
+    """The largest magnitudes of the tensors that are finite, by their names."""
+    finite = {name: stat.abs_max for name, stat in stats.items() if stat.is_finite}
+    return {name: size for name, size in finite.items() if size is not None}
 
 
 _Contents = tuple[Any, ...]  # identifies what a tensor holds, within its memory

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from .bad_step import BadStep
 from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
-from .named_tensors import magnitudes_of
+from .named_tensors import names_of
 from .past_steps import KEPT
+from .tensor_kinds import sizes_in, stats_of
 
 _SOON = 2  # then it may have grown before the first step that is known
 _UPDATES = "the weights, by the update or other code,"
@@ -35,8 +36,8 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
     past = step.past
     history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
-    sizes = magnitudes_of(step.models, "parameter")
-    now = {name: size for name, size in sizes.items() if name in before}
+    named = [(name, each) for _, name, each in names_of(step.models) if name in before]
+    now = sizes_in(stats_of(named))
     if not now:
         return None
     name = max(now, key=lambda each: now[each])

@@ -12,6 +12,7 @@ from ...base.tree import path_text, tensors
 from ..bounds import BUFFER
 from ..named_tensors import state_by_name
 from ..optimizer_twin import OptimizerTwin, group_of
+from ..replayer import ReplayResult
 from ..tensor_kinds import is_float, kinds_of
 
 # A gradient may make a state inf from this share of its dtype's largest root on: Adam
@@ -22,7 +23,7 @@ _NEAR = 1e-3
 def nonfinite_after(
     models: Mapping[str, nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
-    gradients: Mapping[str, torch.Tensor],
+    result: ReplayResult,
 ) -> str:
     """Names what an optimizer's step with some gradients makes non-finite, or "".
 
@@ -31,17 +32,18 @@ def nonfinite_after(
     Args:
         models: The models, by what their modules' names begin with.
         optimizers: The optimizers.
-        gradients: The gradients, by the names of the parameters.
+        result: A replay, which has them.
     """
     named = state_by_name(models)
-    for name, gradient in gradients.items():
+    for name, size in result.gradient_sizes.items():
+        gradient = result.gradients[name]
         parameter = named.get(name)
         if parameter is None or gradient.dtype != parameter.dtype:
             continue  # a remedy has changed the dtype
         if gradient.shape != parameter.shape:
             continue
         limit = _NEAR * math.sqrt(torch.finfo(parameter.dtype).max)
-        if not gradient.numel() or float(gradient.abs().max()) < limit:
+        if size < limit:
             continue
         for optimizer in optimizers:
             place = group_of(optimizer, parameter)
@@ -72,9 +74,9 @@ def _stepped(
     return ""
 
 
-def grown_buffer(before: Mapping[str, float], after: Mapping[str, float]) -> str:
-    """Names the buffer that has grown out of its size, or ""."""
-    for name, size in after.items():
+def grown_buffer(before: Mapping[str, float], result: ReplayResult) -> str:
+    """Names the buffer that a replay has made far larger than before, or ""."""
+    for name, size in result.buffer_sizes.items():
         if BUFFER.is_passed(size, before.get(name, size)):
             return f"{name} is {size:.3g} after it ({before[name]:.3g} before)"
     return ""

@@ -16,7 +16,7 @@ from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bounds import GRADIENT, LOSS, POLE
 from ..calls import Call, name_outside
-from ..named_tensors import magnitudes_of, state_by_name
+from ..named_tensors import state_by_name
 from ..op_table import OpTable
 from ..replayer import (
     LastOutputs,
@@ -160,10 +160,9 @@ _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 
 
-def _grown(gradients: Mapping[str, torch.Tensor], usual: float) -> str:
+def _grown(sizes: Mapping[str, float], usual: float) -> str:
     """Names a gradient of a size that the run never had, or ""."""
-    for name, gradient in gradients.items():
-        largest = float(gradient.abs().max()) if gradient.numel() else 0.0
+    for name, largest in sizes.items():
         if GRADIENT.is_passed(largest, usual):
             grown = f"{largest:.3g}, against {usual:.3g} before or beside it"
             return f"the gradient of {name} is up to {grown}"
@@ -199,7 +198,6 @@ class Trials:
     ) -> None:
         self._failure, self.torch_calls = failure, failure.calls
         self.truth: Truth | None = None
-        self._buffers: dict[str, float] | None = None
         self.replayer = replayer
         self.tried: list[Tried] = []
         self.notes: list[str] = []
@@ -370,15 +368,12 @@ class Trials:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
             return {}
-        own, after = result.held(), magnitudes_of(self.replayer.models, "buffer")
-        if self._buffers is None:
-            self.replayer.state.begin()
-            self._buffers = magnitudes_of(self.replayer.models, "buffer")
-        left = grown_buffer(self._buffers, after)
+        own, left = result, grown_buffer(self.replayer.buffer_sizes, result)
         is_known = self.truth is not None or (
             self._nearness is not None and self._nearness.has_true_output
         )
         if not is_known and all(each.is_exact for each in applied.trials):
+            own = result.held()
             self.find_truth(patches)
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
@@ -389,12 +384,12 @@ class Trials:
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
         broken = broken or nonfinite_after(
-            self.replayer.models, self._failure.optimizers, own.gradients
+            self.replayer.models, self._failure.optimizers, own
         )
         if not broken and not is_right:
-            broken = _grown(own.gradients, self._failure.usual_gradient)
+            broken = _grown(own.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
-        is_flat = bool(own.gradients) and not any(map(_any, own.gradients.values()))
+        is_flat = bool(own.gradients) and not any(own.gradient_sizes.values())
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
         facts["moves_results"] = self._moved(applied, patches)
         left = left or _near_zero(patches)
@@ -488,10 +483,6 @@ def _near_zero(patches: Sequence[Patch]) -> str:
     of_calls = [each for each in patches if isinstance(each, CallPatch)]
     found = {k: v for each in of_calls for k, v in each.near_zero.items()}
     return min(found, key=found.__getitem__, default="")
-
-
-def _any(gradient: torch.Tensor) -> bool:
-    return bool(gradient.any())
 
 
 def loss_of(result: ReplayResult) -> float | None:
