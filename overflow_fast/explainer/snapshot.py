@@ -167,12 +167,12 @@ class Snapshot:
             self.restore()
             let_others_pass()
             self.take()
-        else:
-            self._begin()
-
-    def _begin(self) -> None:
+            return
         reshard(self._models.values())
         self._put_back()
+        self._begin()
+
+    def _begin(self) -> None:
         if self._start is not None:
             rewind(self._start)
         self.drop_gradients()
