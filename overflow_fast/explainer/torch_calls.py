@@ -184,17 +184,19 @@ class TorchCalls(TorchFunctionMode):
 
     def on_call(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call of a torch function of this name, and records it."""
+        if name == "__get__":  # such as of x.T
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if has(name, "tells"):  # it makes no tensor
+            return func(*args, **kwargs)
         call = None
         with _C.OwnCode(True):
             is_own = _are_plain((args, kwargs))
         # It raises of a tensor of a kind that has no version.
         with _C.OwnCode(is_own), contextlib.suppress(RuntimeError):
-            if name == "__get__":  # such as of x.T
-                name = getattr(getattr(func, "__self__", None), "__name__", "")
-            frames = [] if has(name, "tells") else _frames(sys._getframe(1))
+            frames = _frames(sys._getframe(1))
             if frames:
                 call = self._begun(name, func, args, kwargs, frames)
-        if call is None:  # it makes no tensor, or is none of the program's calls
+        if call is None:  # it is none of the program's
             return func(*args, **kwargs)
         result = self.run(call, args, kwargs)
         with _C.OwnCode(True):
