@@ -122,6 +122,7 @@ class OpCall:
         arguments: The tensors that it is given.
         written: The tensors that it writes to.
         output: What it returned.
+        returned: The tensors in that.
         is_taped: Whether the tape holds, or held, what it has read and written.
         given: The tensors that it was given as they were, by their `id`; if taped.
         results: The float tensors that it returned, and those that it wrote to; if
@@ -159,6 +160,7 @@ class OpCall:
     arguments: list[torch.Tensor] = field(init=False)
     written: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
+    returned: list[torch.Tensor] = field(default_factory=list)
     is_taped: bool = False
     given: dict[int, TapedTensor] = field(default_factory=dict)
     results: list[TapedTensor] = field(default_factory=list)
@@ -244,7 +246,8 @@ class OpCall:
         code = _C.OwnCode(False)  # it may be the program's
         with code:
             self.output = self.func(*self.args, **self.kwargs)
-        if not are_plain(tensors_in(self.output)):
+        self.returned = tensors_in(self.output)
+        if not are_plain(self.returned):
             code.__enter__()  # so may be what looks at these
         return self.output
 
@@ -254,8 +257,7 @@ class OpCall:
         if self._fresh is None:
             given = () if self.is_constant else self.arguments
             known = {key for tensor in given for key in memory_of(tensor)}
-            found = tensors_in(self.output)
-            self._fresh = [t for t in found if known.isdisjoint(memory_of(t))]
+            self._fresh = [t for t in self.returned if known.isdisjoint(memory_of(t))]
         return self._fresh
 
     @property
@@ -279,7 +281,7 @@ class OpCall:
 
         Autograd copies a gradient that somebody else refers to.
         """
-        del self.output, self.arguments, self.written
+        del self.output, self.returned, self.arguments, self.written
         del self._fresh, self._overwritten, self._kept
         self.let_go()
 

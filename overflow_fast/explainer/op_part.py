@@ -51,7 +51,7 @@ def part_of(
         NotImplementedError: If there is no such part, or it is too large as well.
     """
     require_repeatable(op.func, op.args, op.kwargs)
-    results = [t for t in tensors_in(op.output) if is_float(t)]
+    results = [t for t in op.returned if is_float(t)]
     place = next((i for i, each in enumerate(results) if each is bad), None)
     if op.written or place is None:
         raise NotImplementedError("too large")

@@ -27,7 +27,6 @@ import torch
 from .. import _C
 from ..base.tensors import are_plain, is_whole
 from ..base.torch_ops import has
-from ..base.tree import tensors_in
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaf_map import LeafMap
@@ -141,7 +140,7 @@ class OpTable(OpObserver):
         """Runs an operation, and records it; see `OpObserver`."""
         if op.waits:
             output = op.run()
-            self.kinds.forget(tensors_in(output))
+            self.kinds.forget(op.returned)
             return output
         self._begin(op, modules)
         try:
@@ -278,7 +277,7 @@ class OpTable(OpObserver):
         It may not have arrived yet, and is not looked at before somebody reads it.
         """
         op.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
-        for tensor in tensors_in((op.args, op.kwargs, op.output)):
+        for tensor in [*op.arguments, *op.returned]:
             self.kinds.forget([tensor])
             self._empty.drop(tensor)
             if self._bad.get(tensor) is None:

@@ -118,7 +118,7 @@ def _classify(
         op, made, index = part_of(op, made, index)
         found.part = f" at {list(found.op.first_index or ())} alone"
     reference, written = in_float64(op)
-    results = [t for t in tensors_in(op.output) if is_float(t)]
+    results = [t for t in op.returned if is_float(t)]
     references = [t for t in tensors_in(reference) if is_float(t)]
     pairs = list(zip(results, references, strict=False))
     true = [wide for own, wide in pairs if own is made]
@@ -187,7 +187,7 @@ def _is_finite_times(
     op: OpCall, bad: torch.Tensor, places: torch.Tensor, factor: float
 ) -> bool:
     """True if the result is finite at some places with inputs times a number."""
-    own = [t for t in tensors_in(op.output) if is_float(t)]
+    own = [t for t in op.returned if is_float(t)]
     found = [t for t in tensors_in(with_inputs_times(op, factor)) if is_float(t)]
     made = [new for old, new in zip(own, found, strict=True) if old is bad]
     return bool(made) and bool(widened(made[0])[places].isfinite().all())
@@ -273,7 +273,7 @@ def _weighs_nothing(op: OpCall) -> str:
         return ""
     if op.args[3] != _MEAN:  # it divides by nothing
         return ""
-    if float(tensors_in(op.output)[1]) != 0:
+    if float(op.returned[1]) != 0:
         return ""
     labels, weight, ignored = op.args[1], op.args[2], op.args[4]
     classes = labels[labels != ignored].unique().tolist()

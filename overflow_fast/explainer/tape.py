@@ -9,7 +9,6 @@ import weakref
 import torch
 
 from ..base.tensors import PLAIN
-from ..base.tree import tensors_in
 from .memory import Contents, StorageMap, TapedTensor, memory_of
 from .op_call import OpCall
 from .tensor_kinds import is_float
@@ -55,7 +54,7 @@ class Tape:
         """Takes in what it has returned and written to."""
         if not op.is_taped:
             return
-        made = [t for t in [*tensors_in(op.output), *op.written] if is_float(t)]
+        made = [t for t in [*op.returned, *op.written] if is_float(t)]
         can_be_held = all(map(_can_be_held, made))
         op.results = [self._taped(tensor) for tensor in made if can_be_held]
         op.num_holders += 1
