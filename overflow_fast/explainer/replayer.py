@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,11 @@ from ..base.modules import (
 from ..detector.observers import without_observers
 from ..detector.selection import full_name
 from ..guard.undo.restore_point import RestorePoint
-from ..torch_internals.replaying import no_dispatch, uncompiled_calls
+from ..torch_internals.replaying import (
+    no_dispatch,
+    uncompiled_calls,
+    without_torch_function,
+)
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
@@ -46,15 +50,7 @@ from .op_table import OpTable
 from .op_trace import OpTrace
 from .replay_ranks import BAD, CLEAN, FAILED, GIVEN, NotJoined, RankCoordinator
 from .snapshot import Snapshot
-from .tensor_kinds import (
-    NAN,
-    NEGATIVE_INF,
-    bad_names,
-    floats_in,
-    kinds_of,
-    sizes_in,
-    stats_of,
-)
+from .tensor_kinds import NAN, NEGATIVE_INF, floats_in, kinds_of, sizes_and_bad
 from .torch_calls import TorchCalls
 from .trace_back import RootOp, masked_whole, trace_back
 
@@ -265,11 +261,6 @@ class ReplayResult:
             return trace_back(seen) or found
         return found
 
-    def held(self) -> ReplayResult:
-        """It with gradients of its own, which no further run writes to."""
-        kept = {name: each.clone() for name, each in self.gradients.items()}
-        return replace(self, gradients=kept)
-
     @property
     def is_in_gradients(self) -> bool:
         """True if gradients alone are bad."""
@@ -401,9 +392,8 @@ class Replayer:
                 for call in self.calls
                 if call.is_overwritten() or call.is_of_inference
             }
-            buffers = self._buffers()
-            self.buffer_sizes = sizes_in(stats_of(buffers))
-            self._bad_before = set(bad_names(buffers, masks=False))
+            self.buffer_sizes, bad = sizes_and_bad(self._buffers(), masks=False)
+            self._bad_before = set(bad)
         except Exception as raised:
             error = raised
         try:
@@ -598,7 +588,8 @@ class Replayer:
                         table = result.table
                         result.num_before = 0 if table is None else len(table.ops)
                         self._run_tail(self._tail)
-            self._look_at_state(result)
+            with without_torch_function():
+                self._look_at_state(result)
         except Exception as error:
             # What handles it may fail itself: a frozen exception takes no attributes.
             if any(type(e) is call.raised for e in _raised_with(error, outer)):
@@ -681,15 +672,11 @@ class Replayer:
                     gradient = sparse_values(gradient)
                 if gradient.layout is torch.strided:
                     result.gradients[f"{prefix}{name}"] = gradient
-        sizes = result.gradient_sizes = sizes_in(stats_of(result.gradients.items()))
-        others = [pair for pair in result.gradients.items() if pair[0] not in sizes]
-        result.bad_gradients = bad_names(others, masks=True)
+        found = sizes_and_bad(result.gradients.items())
+        result.gradient_sizes, result.bad_gradients = found
         if self._inner is not None and not result.bad_held:
             result.bad_inner = self._inner.bad  # else it may have come from outside
-        buffers = self._buffers()
-        sizes = result.buffer_sizes = sizes_in(stats_of(buffers))
-        others = [pair for pair in buffers if pair[0] not in sizes]
-        bad = bad_names(others, masks=False)
+        result.buffer_sizes, bad = sizes_and_bad(self._buffers(), masks=False)
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:

@@ -283,7 +283,7 @@ class Search:
             )
             is_step = len(self.replayer.calls) == 1 and not self._has_tail
             if others is not None and is_step and not traced.is_clean:
-                self._others = others.held()
+                self._others = others
             self._find_sentinel(found, place)
             self.try_remedies(found, root_op, traced, place)
         except NotJoined as error:  # the operation is known all the same

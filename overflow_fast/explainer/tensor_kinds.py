@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -131,25 +131,26 @@ def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[st
         named: Names and tensors.
         masks: Whether -inf counts.
     """
-    tensors = dict(named)
-    return [
-        name
-        for name, stat in stats_of(tensors.items()).items()
-        if stat.has_nan or stat.has_inf
-        if masks or kinds_of(tensors[name], stat) != NEGATIVE_INF
-    ]
+    return sizes_and_bad(named, masks)[1]
 
 
-def stats_of(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Stat]:
-    """Scans the tensors that can hold a nan or an inf. Incurs a CPU-GPU sync."""
+def sizes_and_bad(
+    named: Iterable[tuple[str, torch.Tensor]], masks: bool = True
+) -> tuple[dict[str, float], list[str]]:
+    """The largest magnitudes of what is finite, and the names of what is not.
+
+    See `bad_names()`.
+    """
     floats = {name: t.detach() for name, t in named if is_float(t) and t.numel()}
-    return dict(zip(floats, scan(floats.values()), strict=True))
-
-
-def sizes_in(stats: Mapping[str, Stat]) -> dict[str, float]:
-    """The largest magnitudes of the tensors that are finite, by their names."""
-    finite = {name: stat.abs_max for name, stat in stats.items() if stat.is_finite}
-    return {name: size for name, size in finite.items() if size is not None}
+    sizes, bad = dict[str, float](), []
+    for name, stat in zip(floats, scan(floats.values()), strict=True):
+        if stat.is_finite and stat.abs_max is not None:
+            sizes[name] = stat.abs_max
+        elif (stat.has_nan or stat.has_inf) and (
+            masks or kinds_of(floats[name], stat) != NEGATIVE_INF
+        ):
+            bad.append(name)
+    return sizes, bad
 
 
 _Contents = tuple[Any, ...]  # identifies what a tensor holds, within its memory

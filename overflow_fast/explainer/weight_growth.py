@@ -9,7 +9,7 @@ from .bad_step import BadStep
 from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
 from .named_tensors import names_of
 from .past_steps import KEPT
-from .tensor_kinds import sizes_in, stats_of
+from .tensor_kinds import sizes_and_bad
 
 _SOON = 2  # then it may have grown before the first step that is known
 _UPDATES = "the weights, by the update or other code,"
@@ -37,7 +37,7 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
     history = past.weights
     before = {name: recent[0] for name, recent in history.items() if recent}
     named = [(name, each) for _, name, each in names_of(step.models) if name in before]
-    now = sizes_in(stats_of(named))
+    now, _ = sizes_and_bad(named)
     if not now:
         return None
     name = max(now, key=lambda each: now[each])

@@ -216,7 +216,7 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     plain = failure.others
     if plain is None and moving:
         if trials.allow(1) and trials.may_run():
-            plain = trials.run([without]).held()
+            plain = trials.run([without])
         else:
             trials.notes.append(NOT_MEASURED)
     for trial in without_sample(failure, trials, without):
@@ -248,7 +248,6 @@ def _measure(
     """
     if not _is_whole(plain):
         return False
-    plain = plain.held()
     for each in moving:
         if not trials.may_run():
             is_shown = each.remedy.is_recommended or not trials.found_remedy
@@ -259,7 +258,7 @@ def _measure(
             text = "the last clean batch is not finite with it"
             each.remedy = replace(each.remedy, breaks=text)
         elif _is_whole(result):
-            moved = distance(result.held().gradients, plain.gradients)
+            moved = distance(result.gradients, plain.gradients)
             first, then = loss_of(plain), loss_of(result)
             both = None if first is None or then is None else (first, then)
             found = Elsewhere(moved, both, left_out)

@@ -368,28 +368,27 @@ class Trials:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
             return {}
-        own, left = result, grown_buffer(self.replayer.buffer_sizes, result)
+        left = grown_buffer(self.replayer.buffer_sizes, result)
         is_known = self.truth is not None or (
             self._nearness is not None and self._nearness.has_true_output
         )
         if not is_known and all(each.is_exact for each in applied.trials):
-            own = result.held()
             self.find_truth(patches)
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
         if self.truth is not None:
-            facts = self.truth.compared(remedy, own, usual)
+            facts = self.truth.compared(remedy, result, usual)
         is_right = facts.get("misses") == ""
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
         broken = broken or nonfinite_after(
-            self.replayer.models, self._failure.optimizers, own
+            self.replayer.models, self._failure.optimizers, result
         )
         if not broken and not is_right:
-            broken = _grown(own.gradient_sizes, self._failure.usual_gradient)
+            broken = _grown(result.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
-        is_flat = bool(own.gradients) and not any(own.gradient_sizes.values())
+        is_flat = bool(result.gradients) and not any(result.gradient_sizes.values())
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
         facts["moves_results"] = self._moved(applied, patches)
         left = left or _near_zero(patches)

@@ -148,7 +148,7 @@ class Truth:
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         size = norm_of(weights)
         least = _CANCELLED * abs(loss) / size if size else 0.0
-        return cls(loss, result.held().gradients, tolerance(dtypes), least)
+        return cls(loss, result.gradients, tolerance(dtypes), least)
 
     @property
     def is_flat(self) -> bool:
