@@ -21,10 +21,10 @@ from facts import table
 from answers.families import FAILURES
 from answers.remedied import Followed, can_be_remedied, followed
 from answers.run import write_result
-from overflow_fast.explainer.remedies import trials
+from overflow_fast.explainer import budget
 
 # What is tried on a bad step does not depend on what else runs here.
-trials.LEAST_SECONDS = 600.0
+budget.LEAST_SECONDS = 600.0
 _TITLE = "Which remedies help"
 _NOTES = (
     "The failures of one process: those that a change of the program cures, which of "

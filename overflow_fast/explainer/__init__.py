@@ -19,6 +19,7 @@
    `Details`.
 5. A `Search` (`search.py`) asks the `Question`s of `questions.py`: without a run, of
    the first one, and of a traced one. The first that has an answer explains the step.
+   It has a `Budget` (`budget.py`), and so have the trials of remedies.
 6. Else `trace_back.py` walks from what is bad to its `RootOp`: the `OpCall` that made
    it, or a `Leaf` (`leaves.py`), which was bad before; not to infs that are meant
    (`meant_infs.py`).

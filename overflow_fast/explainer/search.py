@@ -22,6 +22,7 @@ from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep
+from .budget import Budget
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op, tell_float64
@@ -31,13 +32,12 @@ from .op_call import OpCall
 from .remedies.attempts import find_remedies
 from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
-from .remedies.trials import loss_of, seconds_for
+from .remedies.trials import loss_of
 from .replay_check import Difference, ReplayCheck
 from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
-from .spent_time import SpentTime
 from .trace_back import OF_LEAVES, RootOp, trace_back
 from .weight_growth import find_growth
 
@@ -113,7 +113,7 @@ class Search:
         self.changed: list[str] = []
         self.set_meanwhile: list[str] = []
         self._ranks = self.replayer.ranks
-        self._spent = SpentTime()
+        self._budget = Budget(self.replayer, step.budget)
         self._has_run = False
         self._lost: OpCall | None = None
         self._sentinel: Sentinel | None = None
@@ -128,12 +128,7 @@ class Search:
 
     def may_run(self, forwards: int = 1) -> bool:
         """True if the budget allows so many forwards more."""
-        left = self.step.budget - self.replayer.num_forwards
-        return left >= forwards and self._has_time()
-
-    def _has_time(self) -> bool:
-        most = seconds_for(self.first.seconds if self._has_run else 0.0)
-        return self._spent.seconds < most
+        return self._budget.allows(forwards)
 
     @property
     def difference(self) -> Difference | None:
@@ -225,6 +220,7 @@ class Search:
     def _note_first(self, result: ReplayResult) -> None:
         if not self._has_run:
             self.first, self._has_run = result, True
+            self._budget.step_seconds = result.seconds
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
@@ -351,7 +347,7 @@ class Search:
         lost = None
         with no_dispatch(), torch.no_grad():
             for some in nearest_first(ops):
-                if not self._has_time():
+                if not self._budget.has_time():
                     found.notes.append(notes.NOT_LOOKED_BACK)
                     break
                 lost = lost_value(some) or lost

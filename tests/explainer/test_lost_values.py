@@ -438,8 +438,8 @@ def test_a_value_that_was_lost_long_before(op, num_before):
 
 @pytest.mark.tries_remedies
 def test_what_there_was_no_time_for_is_said(monkeypatch):
-    monkeypatch.setattr("overflow_fast.explainer.remedies.trials.LEAST_SECONDS", 0.0)
-    monkeypatch.setattr("overflow_fast.explainer.remedies.trials.STEP_TIMES", 0.0)
+    monkeypatch.setattr("overflow_fast.explainer.budget.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("overflow_fast.explainer.budget.STEP_TIMES", 0.0)
     found = explained(*FAR["exp"])
     assert (found.cause, found.lost_by, found.sample) == ("undefined", None, None)
     assert [each for each in found.notes if each.endswith(f"{SPENT}.")] == [

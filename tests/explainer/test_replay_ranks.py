@@ -21,8 +21,7 @@ from sharded_models import ddp, fsdp2, sharded_in_two_ways, tensor_parallel
 from torch import nn
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer import replay_ranks
-from overflow_fast.explainer.remedies import trials
+from overflow_fast.explainer import budget, replay_ranks
 from overflow_fast.explainer.replayer import Replayer
 
 pytestmark = [
@@ -73,7 +72,7 @@ def data(seed):
 
 
 def seeded(wrap):
-    trials.LEAST_SECONDS = ranks.PATIENCE.total_seconds()  # whatever else runs here
+    budget.LEAST_SECONDS = ranks.PATIENCE.total_seconds()  # whatever else runs here
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(0)
     model = wrap(Net().to(device()))

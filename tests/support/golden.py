@@ -28,11 +28,10 @@ from golden_text import FOLDER, kept, path_of, tidied, told
 from ranks import on_ranks
 
 from overflow_fast import OverflowGuard
-from overflow_fast.explainer import replayer
-from overflow_fast.explainer.remedies import trials
+from overflow_fast.explainer import budget, replayer
 
 # As in tests: what is run again and tried does not depend on how busy a machine is.
-trials.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
+budget.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
 
 # Of the collection of failures; those of several processes and compilers take longer.
 ALONE = [n for n, f in FAILURES.items() if f.ranks == 1 and f.kind != "compiled"]

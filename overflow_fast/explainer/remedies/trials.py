@@ -15,6 +15,7 @@ from ...guard.process import own_rank, world_size
 from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
 from ..bounds import GRADIENT, LOSS, POLE
+from ..budget import Budget
 from ..calls import Call, name_outside
 from ..named_tensors import state_by_name
 from ..op_table import OpTable
@@ -27,7 +28,6 @@ from ..replayer import (
     StepPart,
     patched_calls,
 )
-from ..spent_time import SpentTime
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
@@ -149,9 +149,6 @@ def in_wider(patch: Patch) -> list[InWider]:
     return [each for each in changes if isinstance(each, InWider)]
 
 
-# Chosen, not measured; other ranks wait meanwhile.
-STEP_TIMES = 4.0
-LEAST_SECONDS = 5.0
 _AT_POLE = (
     "The result is infinite in exact arithmetic, and a number in its place decides all "
     "that follows: mend what it was given."
@@ -167,11 +164,6 @@ def _grown(sizes: Mapping[str, float], usual: float) -> str:
             grown = f"{largest:.3g}, against {usual:.3g} before or beside it"
             return f"the gradient of {name} is up to {grown}"
     return ""
-
-
-def seconds_for(step_seconds: float) -> float:
-    """How long experiments on a step may compute, by how long a replay takes."""
-    return max(LEAST_SECONDS, STEP_TIMES * step_seconds)
 
 
 class Trials:
@@ -205,9 +197,8 @@ class Trials:
         self.failed: list[tuple[Trial, int]] = []
         self.is_settled = False
         # A replay with a remedy is of all forwards of the step.
-        self._budget = budget * max(1, len(replayer.calls))
-        self._most = replayer.num_forwards + self._budget
-        self._spent, self._most_seconds = SpentTime(), seconds_for(step_seconds)
+        self._num_forwards = budget * max(1, len(replayer.calls))
+        self._budget = Budget(replayer, self._num_forwards, step_seconds)
         bad = [
             call
             for call in replayer.calls
@@ -259,20 +250,20 @@ class Trials:
 
     def may_run(self) -> bool:
         """True if the budget allows one replay more."""
-        is_spent = self.replayer.num_forwards + len(self.replayer.calls) > self._most
-        return not is_spent and self._spent.seconds <= self._most_seconds
+        return self._budget.allows(len(self.replayer.calls))
 
     def renew(self) -> None:
         """Allows as many forwards again, within the same time."""
-        self._most = self.replayer.num_forwards + self._budget
+        self._budget.renew(self._num_forwards)
 
     def allow(self, num: int) -> bool:
         """Allows so many replays more, unless the budget is small; else returns False.
 
         Such as one in float64, which are not at the expense of remedies.
         """
-        is_large = self._budget >= _FOR_MORE * len(self.replayer.calls)
-        self._most += num * len(self.replayer.calls) * is_large
+        num_calls = len(self.replayer.calls)
+        is_large = self._num_forwards >= _FOR_MORE * num_calls
+        self._budget.add(num * num_calls * is_large)
         return is_large
 
     def leave_out(self, trial: Trial) -> None:
