@@ -1,9 +1,42 @@
-"""What experiments on a step may cost: forwards, and time."""
+"""What experiments on a step may cost: forwards, and time.
+
+Time is what the thread computes, whatever else a busy machine does meanwhile.
+"""
 
 from __future__ import annotations
 
-from .replayer import Replayer
-from .spent_time import SpentTime
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .replayer import Replayer
+
+# By the clock it may take so many times as long as by the time of the thread: what
+# waits for a lock or for other ranks ends, too. Chosen, not measured.
+CLOCK_TIMES = 10.0
+# A replay that waits ends by then. Ranks that replay together give one another up after
+# 300 s: were it more, they would before the one that waits has ended by itself.
+_MOST_WAITING = 200.0
+
+
+def clock_limit(seconds: float) -> float:
+    """How long code may take by the clock that may compute for so many seconds."""
+    return min(CLOCK_TIMES * seconds, max(seconds, _MOST_WAITING))
+
+
+class SpentTime:
+    """How long this thread has computed since it was made, as far as limits go."""
+
+    def __init__(self) -> None:
+        self._begin = time.thread_time(), time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The thread's own seconds, or a part of the clock's where that is more."""
+        own, clock = self._begin
+        waited = (time.perf_counter() - clock) / CLOCK_TIMES
+        return max(time.thread_time() - own, waited)
+
 
 # Of the time of a plain replay, and in seconds, where that is more. Chosen, not
 # measured; other ranks wait meanwhile.
@@ -17,27 +50,20 @@ class Budget:
     Args:
         replayer: Runs the step, and counts the forwards.
         num_forwards: How many may be run from now on.
-        step_seconds: How long a plain replay takes; 0 while that is not known.
 
     Attributes:
-        step_seconds: The same.
+        most: How many it may have run in the end.
+        step_seconds: How long a plain replay takes; 0 while that is not known.
     """
 
     def __init__(
         self, replayer: Replayer, num_forwards: int, step_seconds: float = 0.0
     ) -> None:
         self._replayer, self._spent = replayer, SpentTime()
+        self.most = replayer.num_forwards + num_forwards
         self.step_seconds = step_seconds
-        self.renew(num_forwards)
 
-    def renew(self, num_forwards: int) -> None:
-        """Allows so many forwards from now on, within the same time."""
-        self._most = self._replayer.num_forwards + num_forwards
-
-    def add(self, num_forwards: int) -> None:
-        """Allows so many forwards more."""
-        self._most += num_forwards
-
+    @property
     def has_time(self) -> bool:
         """True if the time is not spent."""
         most = max(LEAST_SECONDS, STEP_TIMES * self.step_seconds)
@@ -46,4 +72,4 @@ class Budget:
     def allows(self, num_forwards: int) -> bool:
         """True if so many forwards more may be run."""
         num = self._replayer.num_forwards + num_forwards
-        return num <= self._most and self.has_time()
+        return num <= self.most and self.has_time

@@ -49,7 +49,7 @@ from .tensor_kinds import (
     NEGATIVE_INF,
     as_wide,
     bad_columns,
-    bad_names,
+    sizes_and_bad,
     summary_of,
 )
 from .trace_back import RootOp
@@ -396,7 +396,7 @@ def first_bad_weight(
         for kind, name, tensor in names_of(models)
         if kind in kinds and within in (None, name, module_of_parameter(name))
     ]
-    bad = bad_names([(name, tensor) for _, name, tensor in named], masks=masks)
+    _, bad = sizes_and_bad([(name, each) for _, name, each in named], masks)
     for kind, name, tensor in named:
         if name in bad:
             what = _counts(tensor, names_rows=True)

@@ -12,7 +12,6 @@ The whole step in float64 is no matter of operations: see `remedies/true_step.py
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -193,20 +192,11 @@ class Float64Run:
 
 
 def _spread(values: torch.Tensor, times: Factors, place: int) -> torch.Tensor:
-    """Numbers, each times one between two; of 0 it makes the least ones.
-
-    Equal numbers of one tensor or of two become different ones.
-
-    Args:
-        values: The numbers.
-        times: The two.
-        place: A number for the tensor.
-    """
-    numbers = torch.arange(1, len(values) + 1, device=values.device).double()
-    shares = (numbers * math.sqrt(5) + place * math.sqrt(2)) % 1
+    """Numbers times others, which differ by place and tensor; of 0, the least ones."""
+    own = torch.Generator(values.device).manual_seed(place)
+    factors = torch.empty_like(values).uniform_(*times, generator=own)
     least = torch.finfo(torch.float32).smallest_normal
-    low, high = times
-    return values.where(values != 0, least) * (low + (high - low) * shares)
+    return values.where(values != 0, least) * factors
 
 
 def impossible(op: OpCall) -> list[float]:

@@ -29,8 +29,7 @@ from ..base.tensors import are_plain, is_whole
 from ..base.torch_ops import has
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
-from .leaf_map import LeafMap
-from .leaves import Leaf
+from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .meant_infs import is_asked, is_meant, returns_meant
 from .memory import StorageMap

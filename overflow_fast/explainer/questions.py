@@ -47,7 +47,7 @@ from .explain_origin import explain_mask, first_bad_weight, looked_up
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
 from .search import Question, Search, Tree, failed, listing
-from .tensor_kinds import bad_names
+from .tensor_kinds import sizes_and_bad
 
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
 _LEFT_OVER = (
@@ -85,7 +85,7 @@ def _weight_before(search: Search) -> Explanation | None:
         held = start.held(weight)
         if held is None:
             return _explain_written_weight(found.tensor)
-        if not bad_names([("", held)], masks=True):
+        if not sizes_and_bad([("", held)])[1]:
             return None
     if step.past.weights.get(found.tensor):
         from .optimizer_step import explain_update  # of weights alone

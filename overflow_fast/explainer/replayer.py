@@ -25,7 +25,6 @@ from .. import _C
 from ..base.modules import (
     first_parameter_of,
     gradient_taker,
-    named_buffers,
     named_modules,
     named_parameters,
     without_reduction,
@@ -680,10 +679,8 @@ class Replayer:
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        found = (
-            (p, *each) for p, m in self.models.items() for each in named_buffers(m)
-        )
-        return [(f"{prefix}{name}", buffer) for prefix, name, buffer in found]
+        found = names_of(self.models)
+        return [(name, buffer) for kind, name, buffer in found if kind == "buffer"]
 
 
 def _is_asked(root_op: RootOp) -> bool:

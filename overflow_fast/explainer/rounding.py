@@ -146,7 +146,7 @@ def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
 
 
 # Larger, smaller, and of the other sign: one of these moves what was lost by rounding.
-_OTHER_NUMBERS: tuple[Factors, ...] = ((1.0, 2.0), (0.0, 1.0), (-1.0, -2.0))
+_OTHER_NUMBERS: tuple[Factors, ...] = ((1.0, 2.0), (0.0, 1.0), (-2.0, -1.0))
 
 
 def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:

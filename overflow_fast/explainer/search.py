@@ -38,7 +38,7 @@ from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
-from .trace_back import OF_LEAVES, RootOp, trace_back
+from .trace_back import RootOp, trace_back
 from .weight_growth import find_growth
 
 _USUAL = "`{}` held non-finite values in the last clean step, too"
@@ -347,7 +347,7 @@ class Search:
         lost = None
         with no_dispatch(), torch.no_grad():
             for some in nearest_first(ops):
-                if not self._budget.has_time():
+                if not self._budget.has_time:
                     found.notes.append(notes.NOT_LOOKED_BACK)
                     break
                 lost = lost_value(some) or lost
@@ -484,5 +484,6 @@ def _claim(root_op: RootOp | None) -> int:
             return _FROM_OTHERS
         return _IN_BACKWARD if source.in_backward else _IN_FORWARD
     if isinstance(source, Leaf):
-        return _HELD if source.kind in OF_LEAVES else _FROM_OUTSIDE
+        is_outside = source.kind in ("gradient", "unknown")
+        return _FROM_OUTSIDE if is_outside else _HELD
     return _NOTHING

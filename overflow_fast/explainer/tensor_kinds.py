@@ -124,22 +124,16 @@ def bad_places(
     return tuple(places[0].tolist()), tuple(places[-1].tolist())
 
 
-def bad_names(named: Iterable[tuple[str, torch.Tensor]], masks: bool) -> list[str]:
-    """The names of the tensors that hold a non-finite value. Incurs a CPU-GPU sync.
-
-    Args:
-        named: Names and tensors.
-        masks: Whether -inf counts.
-    """
-    return sizes_and_bad(named, masks)[1]
-
-
 def sizes_and_bad(
     named: Iterable[tuple[str, torch.Tensor]], masks: bool = True
 ) -> tuple[dict[str, float], list[str]]:
     """The largest magnitudes of what is finite, and the names of what is not.
 
-    See `bad_names()`.
+    Incurs a CPU-GPU sync.
+
+    Args:
+        named: Names and tensors.
+        masks: Whether -inf counts.
     """
     floats = {name: t.detach() for name, t in named if is_float(t) and t.numel()}
     sizes, bad = dict[str, float](), []

@@ -10,9 +10,6 @@ from .leaves import Leaf
 from .meant_infs import is_meant
 from .op_call import UNDEFINED, OpCall, Source
 
-OF_LEAVES = ("parameter", "buffer", "batch", "attribute", "weight", "object")
-_KNOWN_LEAVES = (*OF_LEAVES, "gradient")
-
 
 @dataclass
 class RootOp:
@@ -134,6 +131,6 @@ def _way(source: Source, child: _Child) -> list[OpCall]:
 def _order(source: Source) -> tuple[int, int]:
     if isinstance(source, OpCall):
         return 1, source.index
-    is_before = source.kind in _KNOWN_LEAVES and not source.is_written
+    is_before = source.kind != "unknown" and not source.is_written
     is_before &= not source.is_usual
     return (0 if is_before else 2), 0

@@ -41,7 +41,7 @@ import torch
 
 from ... import _C
 from ...base.text import is_of_program, is_of_user, is_own
-from ..spent_time import clock_limit
+from ..budget import clock_limit
 from ..users_lines import Site
 from . import kinds
 from .before import Before, place_of

@@ -254,7 +254,7 @@ class Trials:
 
     def renew(self) -> None:
         """Allows as many forwards again, within the same time."""
-        self._budget.renew(self._num_forwards)
+        self._budget.most = self.replayer.num_forwards + self._num_forwards
 
     def allow(self, num: int) -> bool:
         """Allows so many replays more, unless the budget is small; else returns False.
@@ -263,7 +263,7 @@ class Trials:
         """
         num_calls = len(self.replayer.calls)
         is_large = self._num_forwards >= _FOR_MORE * num_calls
-        self._budget.add(num * num_calls * is_large)
+        self._budget.most += num * num_calls * is_large
         return is_large
 
     def leave_out(self, trial: Trial) -> None:
@@ -379,7 +379,8 @@ class Trials:
         if not broken and not is_right:
             broken = _grown(result.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
-        is_flat = bool(result.gradients) and not any(result.gradient_sizes.values())
+        sizes = result.gradient_sizes
+        is_flat = bool(sizes) and not any(sizes.values())
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
         facts["moves_results"] = self._moved(applied, patches)
         left = left or _near_zero(patches)

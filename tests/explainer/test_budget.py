@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from overflow_fast.explainer import spent_time
-from overflow_fast.explainer.spent_time import CLOCK_TIMES, SpentTime
+from overflow_fast.explainer import budget
+from overflow_fast.explainer.budget import CLOCK_TIMES, SpentTime
 
 
 def test_what_others_compute_is_hardly_counted():
@@ -23,5 +23,5 @@ def test_what_the_thread_computes_is_counted():
 
 def test_a_wait_ends(monkeypatch):
     spent, begin = SpentTime(), time.perf_counter()
-    monkeypatch.setattr(spent_time.time, "perf_counter", lambda: begin + 60)
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: begin + 60)
     assert spent.seconds == pytest.approx(60 / CLOCK_TIMES, rel=0.01)
