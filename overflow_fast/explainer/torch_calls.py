@@ -275,7 +275,7 @@ def tensors_among(value: Any) -> list[torch.Tensor]:
 def _are_plain(value: Any) -> bool:
     """True for tensors of torch's own classes: of others code may be the program's."""
     kind = type(value)
-    if kind is tuple or kind is list or kind is dict:
+    if kind in (tuple, list, dict, torch.Size):
         return all(map(_are_plain, value.values() if kind is dict else value))
     return kind in PLAIN or not issubclass(kind, (torch.Tensor, tuple, list, dict))
 

@@ -133,24 +133,30 @@ class ChangedCalls(TorchCalls):
     def __init__(self, patch: CallPatch) -> None:
         super().__init__()
         self._patch = patch
-        self._by_key: dict[Key, tuple[int, RuleChange]] = {}
+        self._by_key: dict[Key | None, tuple[int, RuleChange]] = {}
         self._wider: list[tuple[int, InWider]] = []
         self._reads: set[Key] = set()
         self._held: collections.deque[tuple[Value, int]] = collections.deque()
         self._num_bytes = 0
         self._wide: Any = WeakIdKeyDictionary()
+        # To make the key of each call takes longer than to look at its name.
+        self._names: set[str] = set()
         for place, change in enumerate(patch.changes):
             if isinstance(change, InWider):
+                keys = set(change.roots)
                 self._wider.append((place, change))
             else:
+                keys = {change.key, *change.reads}
                 self._by_key[change.key] = place, change
                 self._reads |= change.reads
+            self._names |= {name for name, _ in keys}
 
     def run(self, call: TorchCall, args: Any, kwargs: Any) -> Any:
         """Runs a call, or what a change puts in its place."""
-        if call.key in self._reads:
+        key = call.key if call.name in self._names else None
+        if key in self._reads:
             self._hold(call.inputs)
-        place, change = self._by_key.get(call.key, (0, None))
+        place, change = self._by_key.get(key, (0, None))
         found = None if change is None else change.found(call)
         if found is not None and all(map(_is_known, found.inputs())):
             self._patch.num_applied[place] += 1
@@ -163,11 +169,11 @@ class ChangedCalls(TorchCalls):
                 for value in (*each.inputs, *each.results):
                     value.release()
             return result
-        is_root = any(call.key in wide.roots for _, wide in self._wider)
+        is_root = any(key in wide.roots for _, wide in self._wider)
         if self._patch.num_applied or is_root:
             self._note_divisor(call)
         for place, wide in self._wider:
-            if call.key in wide.roots or self._has_wide(args, kwargs):
+            if key in wide.roots or self._has_wide(args, kwargs):
                 return self._run_wider(place, wide, call, args, kwargs)
         return call.func(*args, **kwargs)
 
