@@ -113,10 +113,6 @@ def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 
 
-Factors = tuple[float, float]
-SAME: Factors = (1.0, 1.0)
-
-
 class Float64Run:
     """Runs operations in float64, one after another.
 
@@ -124,13 +120,15 @@ class Float64Run:
         nudged: The operations whose results of exactly 0 and 1 are moved by the least
             that float64 can.
         times: Numbers that operations before them have made are multiplied by others
-            between these two.
+            between these two; none for these numbers themselves.
 
     Attributes:
         failed: The operations that have no float64: their results stay as they were.
     """
 
-    def __init__(self, nudged: Sequence[OpCall] = (), times: Factors = SAME) -> None:
+    def __init__(
+        self, nudged: Sequence[OpCall] = (), times: Sequence[float] = ()
+    ) -> None:
         self._nudged, self._times = nudged, times
         self._memory: dict[int, torch.Tensor] = {}  # what they have written
         self.failed: list[OpCall] = []
@@ -162,7 +160,7 @@ class Float64Run:
             memory = self._memory.get(tensor.memory)
             if memory is None:
                 memory = tensor.wide
-                if self._times != SAME and tensor.contents.is_made:
+                if self._times and tensor.contents.is_made:
                     memory = _spread(memory, self._times, len(self._memory))
                     self._memory[tensor.memory] = memory
                 elif tensor.memory in written:
@@ -191,7 +189,7 @@ class Float64Run:
         self._memory[own.memory] = memory
 
 
-def _spread(values: torch.Tensor, times: Factors, place: int) -> torch.Tensor:
+def _spread(values: torch.Tensor, times: Sequence[float], place: int) -> torch.Tensor:
     """Numbers times others, which differ by place and tensor; of 0, the least ones."""
     own = torch.Generator(values.device).manual_seed(place)
     factors = torch.empty_like(values).uniform_(*times, generator=own)

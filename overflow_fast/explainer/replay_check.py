@@ -25,6 +25,7 @@ from ..base.tree import CALL_DEPTH, tensors_in
 from ..base.types import TensorPath
 from ..guard.record.columns import unpacked
 from ..guard.record.record_lines import EXTREMES
+from ..guard.report.gist import told_apart
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.entry_headroom import path_of
 from ..guard.watching.watch import ModelWatch
@@ -83,17 +84,8 @@ class Difference:
                 return f"{numbers[0]} {kind} in the step, {numbers[1]} in the replay"
         extreme = "smallest" if step.abs_max == replay.abs_max else "largest"
         name = "abs_min" if extreme == "smallest" else "abs_max"
-        values = _apart(getattr(step, name), getattr(replay, name))
+        values = told_apart(getattr(step, name), getattr(replay, name))
         return f"{extreme} magnitude {values[0]} in the step, {values[1]} in the replay"
-
-
-def _apart(one: float, other: float) -> tuple[str, str]:
-    """Writes two numbers with as many digits as tell them apart."""
-    for digits in (3, 6, 9, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            break
-    return texts
 
 
 _Key = tuple[TensorPath, str]  # and the dtype

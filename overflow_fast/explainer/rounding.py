@@ -24,7 +24,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
-from .float64 import SAME, Factors, Float64Run, impossible
+from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
@@ -102,11 +102,9 @@ class _Undefined:
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
 
-    def run(
-        self, first: int = 0, nudged: Sequence[OpCall] = (), times: Factors = SAME
-    ) -> Float64Run:
+    def run(self, first: int = 0, *how: Any) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
-        return Float64Run(nudged, times).run(self.ops[first:])
+        return Float64Run(*how).run(self.ops[first:])
 
     def run_alone(self, place: int) -> Float64Run:
         """Runs one operation alone."""
@@ -146,7 +144,7 @@ def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
 
 
 # Larger, smaller, and of the other sign: one of these moves what was lost by rounding.
-_OTHER_NUMBERS: tuple[Factors, ...] = ((1.0, 2.0), (0.0, 1.0), (-2.0, -1.0))
+_OTHER_NUMBERS = ((1.0, 2.0), (0.0, 1.0), (-2.0, -1.0))
 
 
 def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:
@@ -217,7 +215,7 @@ def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
     if not suspects or not undefined.is_finite(0, suspects):
         return lost
     for op in suspects:
-        value = undefined.of(undefined.run(nudged=[op]))
+        value = undefined.of(undefined.run(0, [op]))
         if math.isfinite(value):
             dtype = dtype_name(op.results[0].dtype)
             found = replace(lost, value=value, op=op, is_beyond=True)
