@@ -146,7 +146,7 @@ def _hidden(search: Search) -> Explanation | None:
     """The explanation of values within a forward; with a cause if it is wrong then."""
     place, traced = len(search.replayer.calls) - 1, search.first
     if traced.table is None:
-        if not search.may_run():
+        if not search.budget.allows(1):
             whole = _unwatched(search)
             whole.notes.append(notes.NOT_WITHIN)
             return whole
@@ -170,7 +170,7 @@ def _far(search: Search) -> Explanation | None:
     from .hidden import far_text
 
     first, calls = search.first, search.replayer.calls
-    is_asked = not first.has_backward and search.may_run(2 * len(calls))
+    is_asked = not first.has_backward and search.budget.allows(2 * len(calls))
     text = far_text(search.replayer) if is_asked else ""
     if not text:
         return None
@@ -289,7 +289,7 @@ def _again(search: Search) -> Explanation:
     num_bad, num_runs = 0, 1
     iterators = replayer.state.iterators
     before = global_values(iterators)
-    while num_runs < _NUM_RUNS and search.may_run(len(replayer.calls)):
+    while num_runs < _NUM_RUNS and search.budget.allows(len(replayer.calls)):
         num_runs += 1
         again = replayer.run()
         num_bad += again.is_forward if is_forward else not again.is_clean
@@ -368,7 +368,7 @@ def _constant(search: Search) -> Explanation:
 
 def _differs(search: Search) -> Explanation:
     first = search.first
-    if has_compiled() and not search.may_run():
+    if has_compiled() and not search.budget.allows(1):
         return Explanation(notes=[notes.SOME.format(notes.SPENT)])
     if has_compiled() and not search.replayer.run().is_clean:
         phase = "forward" if first.bad_outputs else "backward"

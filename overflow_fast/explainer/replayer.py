@@ -26,7 +26,6 @@ from ..base.modules import (
     first_parameter_of,
     gradient_taker,
     named_modules,
-    named_parameters,
     without_reduction,
 )
 from ..detector.observers import without_observers
@@ -391,7 +390,7 @@ class Replayer:
                 for call in self.calls
                 if call.is_overwritten() or call.is_of_inference
             }
-            self.buffer_sizes, bad = sizes_and_bad(self._buffers(), masks=False)
+            self.buffer_sizes, bad = _look_at_buffers(names_of(self.models))
             self._bad_before = set(bad)
         except Exception as raised:
             error = raised
@@ -661,26 +660,26 @@ class Replayer:
 
     def _look_at_state(self, result: ReplayResult) -> None:
         """Looks at this rank's gradients, of sparse ones at the values, and buffers."""
-        result.gradients = {}
-        for prefix, model in self.models.items():
-            for name, parameter in named_parameters(model):
-                if parameter.grad is None:
-                    continue
-                gradient = local_part(parameter.grad)
-                if gradient.layout is torch.sparse_coo:
-                    gradient = sparse_values(gradient)
-                if gradient.layout is torch.strided:
-                    result.gradients[f"{prefix}{name}"] = gradient
+        result.gradients, named = {}, names_of(self.models)
+        for kind, name, tensor in named:
+            if kind == "buffer" or tensor.grad is None:
+                continue
+            gradient = local_part(tensor.grad)
+            if gradient.layout is torch.sparse_coo:
+                gradient = sparse_values(gradient)
+            if gradient.layout is torch.strided:
+                result.gradients[name] = gradient
         found = sizes_and_bad(result.gradients.items())
         result.gradient_sizes, result.bad_gradients = found
         if self._inner is not None and not result.bad_held:
             result.bad_inner = self._inner.bad  # else it may have come from outside
-        result.buffer_sizes, bad = sizes_and_bad(self._buffers(), masks=False)
+        result.buffer_sizes, bad = _look_at_buffers(named)
         result.bad_buffers = [name for name in bad if name not in self._bad_before]
 
-    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
-        found = names_of(self.models)
-        return [(name, buffer) for kind, name, buffer in found if kind == "buffer"]
+
+def _look_at_buffers(named: Sequence[Any]) -> tuple[dict[str, float], list[str]]:
+    buffers = ((name, each) for kind, name, each in named if kind == "buffer")
+    return sizes_and_bad(buffers, masks=False)
 
 
 def _is_asked(root_op: RootOp) -> bool:

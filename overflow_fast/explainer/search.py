@@ -89,6 +89,7 @@ class Search:
     Attributes:
         step: The step.
         replayer: Runs the view.
+        budget: What that may cost.
         first: The first replay.
         traced: The one with a table of its operations.
         changed: What a replay changes, and could not be put back.
@@ -113,7 +114,7 @@ class Search:
         self.changed: list[str] = []
         self.set_meanwhile: list[str] = []
         self._ranks = self.replayer.ranks
-        self._budget = Budget(self.replayer, step.budget)
+        self.budget: Budget = Budget(self.replayer, step.budget)
         self._has_run = False
         self._lost: OpCall | None = None
         self._sentinel: Sentinel | None = None
@@ -125,10 +126,6 @@ class Search:
         """The first answer to a list of questions, or None."""
         answers = (each.answer(self) for each in questions if each.is_so(self))
         return next((each for each in answers if each is not None), None)
-
-    def may_run(self, forwards: int = 1) -> bool:
-        """True if the budget allows so many forwards more."""
-        return self._budget.allows(forwards)
 
     @property
     def difference(self) -> Difference | None:
@@ -220,7 +217,7 @@ class Search:
     def _note_first(self, result: ReplayResult) -> None:
         if not self._has_run:
             self.first, self._has_run = result, True
-            self._budget.step_seconds = result.seconds
+            self.budget.step_seconds = result.seconds
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
@@ -275,7 +272,7 @@ class Search:
                 self._test_growth(found)
             self._name_forward(found, place)
             others = find_sample(
-                *(found, root_op, self.replayer, place, self.may_run, traced)
+                *(found, root_op, self.replayer, place, self.budget.allows, traced)
             )
             is_step = len(self.replayer.calls) == 1 and not self._has_tail
             if others is not None and is_step and not traced.is_clean:
@@ -347,7 +344,7 @@ class Search:
         lost = None
         with no_dispatch(), torch.no_grad():
             for some in nearest_first(ops):
-                if not self._budget.has_time:
+                if not self.budget.has_time:
                     found.notes.append(notes.NOT_LOOKED_BACK)
                     break
                 lost = lost_value(some) or lost
@@ -383,7 +380,7 @@ class Search:
         growth = find_growth(self.step)
         if growth is None:
             return
-        if self.may_run():
+        if self.budget.allows(1):
             result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
             if result.error is None and not result.is_forward:
                 found.cause, found.reason = DIVERGENCE.name, growth.text
