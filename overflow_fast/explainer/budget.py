@@ -1,4 +1,4 @@
-"""What experiments on a step may cost: forwards, and time.
+"""The limits of experiments on a step: forwards, and time.
 
 Time is what the thread computes, whatever else a busy machine does meanwhile.
 """
