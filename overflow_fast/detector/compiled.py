@@ -28,7 +28,7 @@ from ..torch_internals.tracing import (
     open_layouts,
     traced_value,
 )
-from .compiled_boundary import CALLS, GRADIENTS, LOSS, ROOT
+from .compiled_boundary import CALLS, EVALUATED, GRADIENTS, LOSS, ROOT
 from .traced_walk import (
     BACKWARD,
     FORWARD,
@@ -394,6 +394,11 @@ def _trace(
     if has_loss and not plan & CALLS:
         loss = make_item(((NAME, "loss"),)), traced_loss_in(output)
         _emit(handle_tensor, owner, (RECORDED, "", False, True, False), [loss])
+    if is_root and plan & EVALUATED and not torch.is_grad_enabled():
+        found: Entries = []
+        walk(CALLS, module, (), {}, output, found, found)
+        own = [each for each in found if each[1] is not None and len(each[0][0]) < 3]
+        _emit(handle_tensor, owner, (RECORDED, "", False, True, False), own)
     if has_frame or is_root:
         header = (FORWARD, name, is_root, has_frame, has_loss)
         _emit(handle_tensor, owner, header, inputs + outputs)

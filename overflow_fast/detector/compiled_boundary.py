@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 # Flags of an owner's `plan`: the entries of its frames.
-PARAMETERS, CALLS, GRADIENTS, STRICT, ROOT, LOSS = (1 << i for i in range(6))
+PARAMETERS, CALLS, GRADIENTS, STRICT, ROOT, LOSS, EVALUATED = (1 << i for i in range(7))
 
 
 class RootHooks(Protocol):

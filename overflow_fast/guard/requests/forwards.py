@@ -67,6 +67,7 @@ class _Now(threading.local):
         module: The module that it has called, outermost.
         depth: How many calls of that module run within the outermost one.
         is_alone: No hook of the watch judges that call.
+        handled: The exception that the program handled when it began, or None.
         seconds: What the guard has taken since the last forward was handed over.
         begin: When the guard's hooks before or behind the forward began; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
@@ -82,6 +83,7 @@ class _Now(threading.local):
     seconds = begin = since = 0.0
     is_in = is_alone = False
     module: nn.Module | None = None
+    handled: BaseException | None = None
 
 
 class Forwards:
@@ -227,7 +229,7 @@ class Forwards:
             return
         self._pass_in()
         now = self._now
-        now.module, now.depth = module, 0
+        now.module, now.depth, now.handled = module, 0, sys.exc_info()[1]
         is_hidden = watch.recorder.is_off
         by_watch = is_root and (self._has_optimizer or self._is_of_watch(module))
         now.is_alone = self._is_tripwire and not (is_hidden or by_watch)
@@ -256,7 +258,7 @@ class Forwards:
         now = self._now
         if now.is_in:
             now.is_in = now.is_alone = False
-            now.module, now.depth = None, 0
+            now.module, now.depth, now.handled = None, 0, None
             self._gate.leave()
 
     def end_call(self, watch: ModelWatch, module: nn.Module, output: Any) -> None:
@@ -264,7 +266,8 @@ class Forwards:
         now = self._now
         if now.module is not module:
             return
-        error = sys.exc_info()[1] if output is None else None
+        found = sys.exc_info()[1]
+        error = None if found is now.handled or output is not None else found
         try:
             if now.is_alone and error is None:
                 with watch.own_batch() as batch, watch.frames.evaluated(batch):

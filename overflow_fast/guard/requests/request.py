@@ -79,9 +79,6 @@ class Request:
 
     def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
-        if call is not None:
-            is_prompt = not self.num_forwards and call.num_tokens > 0
-            self.is_text &= is_prompt or call.has_one_token
         self._recent[id(watch), batch] = self.num_forwards, call
         is_on_cpu = call is not None and not call.is_on_device
         if len(self._recent) > (1 if is_on_cpu else _MOST_FORWARDS):
@@ -90,6 +87,10 @@ class Request:
     def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
         """Adds a forward that has ended."""
         self.add(watch, batch, call)
+        if call is None:  # compiled code hides what it is given
+            self.is_text = False
+        elif self.num_forwards or not call.num_tokens:
+            self.is_text &= call.has_one_token
         self.first_batches.setdefault(id(watch), batch)
         if not self.num_forwards and self.order is not None:
             self.sorted_by = self.order.sorted_by()

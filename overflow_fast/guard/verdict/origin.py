@@ -68,6 +68,8 @@ def _origin(
         origin = origin_of_gradients(first, ordered)
     elif not all(w.wanted.activations and w.modules.is_selected(0) for w in watches):
         maker = "the model, the loss or the batch: the model's outputs were not checked"
+        if first.watch.is_served:  # these are what was recorded
+            maker = "the model or its inputs: its modules were not checked"
         origin = Origin("unclear", "unclear", maker)
     elif kind == _C.FrameKind.BACKWARD:
         origin = origin_of_gradient(first, calls)

@@ -48,7 +48,7 @@ from torch import nn
 from ... import _C
 from ...base.modules import buffers_of, first_parameter_of, is_sharded
 from ...base.tensors import model_loss_in
-from ...detector.compiled_boundary import LOSS, ROOT
+from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
 from ...detector.selection import Selection, Wanted
 from ...detector.steps import StepHooks
@@ -374,6 +374,7 @@ class ModelWatch(StepHooks):
         return {
             ROOT: model is not None and self.modules.needs_hook(0, model),
             LOSS: self.wanted.loss,
+            EVALUATED: self.judges_requests and not self.wanted.activations,
         }
 
     def note_loss(self, has_loss: bool) -> None:

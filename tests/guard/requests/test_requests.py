@@ -1076,3 +1076,44 @@ def test_a_module_that_calls_itself_is_judged_once_by_a_tripwire():
             with torch.no_grad():
                 model(torch.full((2, 4), 2.0))
             assert guard.metrics()["forwards_total"] == 1
+
+
+def test_a_forward_that_returns_none_where_an_exception_is_handled_has_not_raised():
+    class Silent(nn.Module):
+        def forward(self, x):
+            return None
+
+    net = nn.Sequential(Silent()).eval()
+    with OverflowGuard(net, watch="tripwire") as guard, torch.no_grad():
+        try:
+            raise ValueError("of the program's")
+        except ValueError:
+            net(rows_bad())
+        assert guard.metrics()["forwards_total"] == 1
+
+
+class Around(nn.Module):
+    """Runs a model within compiled code."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("around", [lambda net: net, Around])  # both without hooks
+def test_a_tripwire_scans_what_a_model_returns_within_compiled_code(around):
+    net = make_net()
+    with OverflowGuard(net, watch="tripwire", on_overflow="warn") as guard:
+        compiled = torch.compile(around(net), backend="aot_eager")
+        with torch.no_grad(), guard.request():
+            compiled(rows_bad())
+            compiled(rows_bad(1))
+    report, found = guard.last_report, guard.coverage()
+    assert report.verdict.first.label == "output"
+    assert (report.forward, report.token) == (1, None)
+    assert (found.requests, found.tensors_listed) == (1, 2)
+    assert "outputs were not checked" not in str(report)
