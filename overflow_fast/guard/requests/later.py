@@ -36,11 +36,14 @@ class Later:
             thread.join(_LONGEST)
 
 
-def is_in_event_loop() -> bool:
-    """True in code that an event loop runs, whose other tasks wait for its end.
+def is_awaited() -> bool:
+    """True in code for whose end others may wait: those whom its thread serves.
 
-    A notebook runs cells in one, too, and nobody waits there.
+    That is a thread beside the main one, and code that an event loop runs. A notebook
+    runs cells in one, too, and nobody waits there.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return True
     asyncio = sys.modules.get("asyncio")
     if asyncio is None or "ipykernel" in sys.modules:
         return False

@@ -53,7 +53,7 @@ from .begun import Begun, request_of, requests_around
 from .forwards import Forwards
 from .gate import Gate
 from .held_call import HeldCall
-from .later import is_in_event_loop
+from .later import is_awaited
 from .left_state import LeftState
 from .request import Request
 from .request_report import RequestReport
@@ -315,7 +315,7 @@ class Requests:
         """True if others than one request are served: they would wait for its end."""
         with self._open_lock:
             others = set(self._open) - {request, *requests_around(self)}
-        is_serving = bool(others) or not self._gate.is_free or is_in_event_loop()
+        is_serving = bool(others) or not self._gate.is_free or is_awaited()
         self._replays.are_of_one &= not is_serving
         return is_serving
 

@@ -90,6 +90,25 @@ def test_a_later_one_at_its_place_names_the_first_and_is_not_run_again(options):
     assert "Bad data" in note
 
 
+def test_a_batch_in_a_thread_of_a_server_is_answered_before_it_is_run_again():
+    net, calls, reports = make_net(), [], []
+    net.register_forward_pre_hook(lambda *_: calls.append(threading.get_ident()))
+
+    def serve():
+        reports.append(asked(guard, net, "b"))
+
+    with OverflowGuard(net, watch="tripwire") as guard:
+        for _ in range(2):
+            thread = threading.Thread(target=serve)
+            thread.start()
+            own = thread.ident
+            thread.join()
+            finish(guard)
+            assert calls.count(own) == 1
+            calls.clear()
+    assert [each.explanation is not None for each in reports] == [True, False]
+
+
 def test_each_is_explained_with_always():
     net = make_net()
     with OverflowGuard(net, explain=Explain("always")) as guard, another_open(guard):
