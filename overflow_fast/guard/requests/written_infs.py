@@ -6,6 +6,9 @@ and its report logged, with the rule of `allow=` for it. A later forward, of tha
 request or another, is finite where it has that -inf at the same places, and nothing
 else.
 
++inf is not served so: an overflow makes the same, and at a place that is known nothing
+is run again to tell them apart. A rule for it is the program's to give.
+
 No row of what it has returned may be -inf as a whole, along its last dimension: a
 softmax makes nan of that.
 """

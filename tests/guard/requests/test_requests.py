@@ -984,6 +984,23 @@ def test_rows_without_a_finite_value_are_not_served():
             report_of(lambda: net(rows_bad()))
 
 
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_plus_inf_that_code_has_written_is_served_by_a_rule_alone(options):
+    class Edges(nn.Module):
+        def forward(self, x):
+            return x.masked_fill(x > 0.5, torch.inf)
+
+    net = nn.Sequential(nn.Identity(), Edges()).eval()
+    with OverflowGuard(net, **options):
+        for _ in range(2):
+            found = report_of(lambda: net(rows_bad())).explanation
+            assert found.cause == "constant"
+    rule = {"*:output": "+inf", ":recorded.output": "+inf"}
+    with OverflowGuard(net, allow=rule, **options) as guard, torch.no_grad():
+        net(rows_bad())
+    assert guard.last_report is None
+
+
 def test_a_request_with_written_infs_is_not_served_where_a_later_forward_is_bad():
     net = make_filtered()
     with OverflowGuard(net) as guard:
