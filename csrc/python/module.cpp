@@ -16,6 +16,7 @@
 #include "bind_state.h"
 #include "call_watch.h"
 #include "collected.h"
+#include "held_values.h"
 #include "hook.h"
 #include "metal_launches.h"
 
@@ -99,6 +100,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_rows(m);
   bind_recorder(m);
   bind_state(m);
+  bind_held_values(m);
   bind_call_watch(m);
   bind_collected(m);
   add_frame_hook(m);

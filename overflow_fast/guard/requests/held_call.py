@@ -1,15 +1,14 @@
 """The arguments of a forward without autograd, held so that it can be made again.
 
 A token of a small model takes milliseconds. So nothing is rebuilt here: of each list
-and dict below the arguments, such as those of a cache, the items are noted, and a copy
-of the arguments as they were is made where a forward is run again.
+and dict below the arguments, such as those of a cache, the extension notes the items,
+and a copy of the arguments as they were is made where a forward is run again.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +19,12 @@ from ...base.tree import CALL_DEPTH, mapped, solid_base, tensors
 from ...scanner.ops import are_nonfinite
 from ..kept_calls.ambient import Ambient
 from ..kept_calls.kept_call import KeptCall
-from ..undo.kept_objects import ATOMS
 from ..watching.inputs import is_plain
 from .forward_start import ForwardStart
 
-_MOST = 512  # containers below the arguments; chosen, not measured
 _SMALL = 64  # elements: of a counter, such as a cache's length
 _OF_IDS = (torch.int64, torch.int32)
 _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-_FLAT = ATOMS | {torch.Tensor}
-_NOT_OPENED = (nn.Module, type, torch.Generator)
 
 
 class HeldCall:
@@ -66,13 +61,11 @@ class HeldCall:
         self.ambient = Ambient(module, devices, state.random)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
-        self._contents, self._tensors = _held_in((*self.args, *self.kwargs.values()))
-        self._versions = _C.versions_of(self._tensors)
-        self.counters: _Pairs = [
-            (each, each.clone())
-            for each in self._tensors
-            if each.dim() < 2 and each.numel() <= _SMALL and type(each) is torch.Tensor
-        ]
+        values = (*self.args, *self.kwargs.values())
+        self._contents, self._tensors, self._versions, small = _C.held_values(
+            values, _SMALL
+        )
+        self.counters: _Pairs = [(each, each.clone()) for each in small]
         rows, columns = self._size_of_ids()
         self.num_tokens, self.has_one_token = rows * columns, columns == 1
 
@@ -171,63 +164,6 @@ class HeldCall:
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward, call.has_autograd = False, self.has_autograd
         return call
-
-
-def _held_in(
-    values: Iterable[Any],
-) -> tuple[list[tuple[Any, Any]], list[torch.Tensor]]:
-    """The lists and dicts below a call's arguments, and those of attributes.
-
-    Returns:
-        Each with its items, and the tensors, those that are arguments first.
-    """
-    contents: list[tuple[Any, Any]] = []
-    found: list[torch.Tensor] = []
-    known = set[int]()
-    waiting = list(values)
-    for value in waiting:
-        kind: Any = type(value)
-        if kind in ATOMS:
-            continue
-        form = _form_of(kind)
-        if form is torch.Tensor:
-            found.append(value)
-            continue
-        if form is None or id(value) in known or len(known) == _MOST:
-            continue
-        known.add(id(value))
-        if form is object:
-            value, form = getattr(value, "__dict__", {}), dict
-        if form is tuple:
-            waiting += value
-            continue
-        items = _items_of(value)
-        contents.append((value, items))
-        held = items.values() if form is dict else items
-        if _FLAT.issuperset(map(type, held)):  # a layer of a cache
-            found += [each for each in held if type(each) is torch.Tensor]
-        else:
-            waiting += held
-    return contents, found
-
-
-_forms: weakref.WeakKeyDictionary[type, type | None] = weakref.WeakKeyDictionary()
-
-
-def _form_of(kind: type) -> type | None:
-    """The form in which values of a type are opened; None if they are not."""
-    if kind not in _forms:
-        _forms[kind] = _examined(kind)
-    return _forms[kind]
-
-
-def _examined(kind: type) -> type | None:
-    for form in (torch.Tensor, dict, list, tuple):
-        if issubclass(kind, form):
-            return form
-    is_callable = any("__call__" in vars(base) for base in kind.__mro__)
-    is_closed = kind in ATOMS or issubclass(kind, _NOT_OPENED) or is_callable
-    return None if is_closed else object
 
 
 def _items_of(container: Any) -> Any:
