@@ -215,6 +215,8 @@ class StepBoundaryHook:
         self.name = name
 
     def __call__(self, *arguments: Any) -> None:
+        if self.owner.is_seen_alone():
+            return
         if self.owner.is_paused and not self.owner.resumes(self.name, arguments[0]):
             return
         try:
@@ -255,6 +257,7 @@ class CopiedHooks:
 
     is_paused = False
     plan = 0
+    is_seen_alone: Callable[[], bool] = staticmethod(lambda: False)
     device = None
 
     def __init__(self) -> None:

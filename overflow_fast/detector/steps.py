@@ -158,6 +158,7 @@ class StepHooks:
     Attributes:
         recorder: The recorder, which has the frames' entries. The extension reads it.
         warnings: Logs what is not looked at.
+        is_seen_alone: Returns True in a forward that none of these hooks judges.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class StepHooks:
 
     def _start(self) -> None:
         """Creates the state that is never copied or pickled."""
+        self.is_seen_alone: Callable[[], bool] = lambda: False
         self.recorder = _C.Recorder(self._max_frames, **self._options)
         self.root_hook = _C.FrameHook(self, 0)
         self._attachment = Attachment()

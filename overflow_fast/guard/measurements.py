@@ -74,6 +74,11 @@ class Measurements:
         }
         return {name: float(value) for name, value in values.items()}
 
+    @property
+    def are_read(self) -> bool:
+        """True if there is a flight record, or an exporter."""
+        return self.record is not None or bool(self._exporters)
+
     def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
         """Sends the numbers of a step to the exporters; none stops the run.
 

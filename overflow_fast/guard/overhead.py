@@ -20,7 +20,6 @@ class OverheadTimer:
 
     Attributes:
         num_watched: The number of watched steps.
-        cost: The cost of the last step, and on average.
     """
 
     # Bound here: a test that patches time.perf_counter has its patch to itself.
@@ -33,17 +32,27 @@ class OverheadTimer:
         self._watched_seconds = 0.0
         self._guard_seconds = 0.0
         self.num_watched = 0
-        self.cost = Cost()
+        self._cost = 0.0, 0.0, 0.0
         self.restart()
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of the last step, and on average."""
+        return Cost(*self._cost)
 
     def restart(self) -> None:
         """Begins a step at this moment."""
-        self._step_began = self._begin = self._now()
-        self._hooks_before = self._seconds_in_hooks()
-        self._seconds = 0.0
+        self._restart(self._now(), self._seconds_in_hooks())
+
+    def _restart(self, now: float, in_hooks: float) -> None:
+        self._step_began = self._begin = now
+        self._hooks_before, self._seconds = in_hooks, 0.0
 
     def _seconds_in_hooks(self) -> float:
-        return sum(watch.recorder.seconds for watch in self._watches)
+        seconds = 0.0
+        for watch in self._watches:
+            seconds += watch.recorder.seconds
+        return seconds
 
     def leave_out(self, seconds: float) -> None:
         """Subtracts the seconds of a replay, which are no cost of watching."""
@@ -80,15 +89,16 @@ class OverheadTimer:
 
     def metrics(self) -> dict[str, float]:
         """Returns the cost of the last step, and the number of watched ones."""
+        step, guard, share = self._cost
         return {
             "steps_watched_total": self.num_watched,
-            "guard_seconds": self.cost.guard_seconds,
-            "step_seconds": self.cost.step_seconds,
-            "guard_share": self.cost.share,
+            "guard_seconds": guard,
+            "step_seconds": step,
+            "guard_share": share,
         }
 
-    def end_step(self, is_watched: bool, began: float | None = None) -> Cost:
-        """Ends the step and returns its cost; what runs on is of the next one.
+    def end_step(self, is_watched: bool, began: float | None = None) -> None:
+        """Ends the step; what runs on is of the next one.
 
         Args:
             is_watched: Whether it counts on average.
@@ -98,12 +108,12 @@ class OverheadTimer:
         step = now - (self._step_began if began is None else began)
         if self._depth:
             self._seconds += now - self._begin
-        guard = self._seconds + self._seconds_in_hooks() - self._hooks_before
+        in_hooks = self._seconds_in_hooks()
+        guard = self._seconds + in_hooks - self._hooks_before
         if is_watched:
             self.num_watched += 1
             self._watched_seconds += step
             self._guard_seconds += guard
         share = self._guard_seconds / self._watched_seconds if self.num_watched else 0.0
-        self.cost = Cost(step, guard, share)
-        self.restart()
-        return self.cost
+        self._cost = step, guard, share
+        self._restart(now, in_hooks)

@@ -55,7 +55,6 @@ from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
 from .raised_steps import RaisedSteps
 from .ranks.agreement import Agreement
-from .report.cost import Cost
 from .report.coverage import GuardCoverage
 from .report.report import NonFiniteError, Report
 from .step_clock import StepClock
@@ -581,11 +580,11 @@ class Pipeline:
         self.tensors.begin_round()
         is_bad = self.ledger.last_report is not self._last_seen
         self._last_seen = self.ledger.last_report
-        cost = measurements.timer.end_step(is_watched)
+        measurements.timer.end_step(is_watched)
         clock.advance()
         if is_watched:
             self._end_headroom(step, is_bad)
-            self._send(step, cost)
+            self._send(step)
         self._monitors.end_step(step)
         clock.begin()
         self._monitors.begin_step(clock.step)
@@ -605,14 +604,14 @@ class Pipeline:
             watch.frames.end_request()
         timer = self._measurements.timer
         timer.add(seconds)
-        cost = timer.end_step(is_watched, began)
-        if is_watched:
+        timer.end_step(is_watched, began)
+        if is_watched and self._measurements.are_read:
             with self._isolation.isolated():
-                self._send(number, cost)
+                self._send(number)
 
-    def _send(self, number: int, cost: Cost) -> None:
+    def _send(self, number: int) -> None:
         """Sends the numbers of a step, or a request, to record and exporters."""
-        self.ledger.record_step(number, cost)
+        self.ledger.record_step(number, self._measurements.timer.cost)
         self._measurements.emit(number, self.counts)
 
     def _end_headroom(self, step: int, is_bad: bool) -> None:

@@ -406,6 +406,8 @@ def is_shadowing() -> bool:
 def is_dry_run() -> bool:
     """True if a pipeline runs its stage to learn shapes, with unset memory."""
     stage = sys.modules.get("torch.distributed.pipelining.stage")
-    file = getattr(stage, "__file__", None)
-    codes = (frame.f_code for frame in stack()) if stage is not None else ()
+    if stage is None:
+        return False
+    codes = (frame.f_code for frame in stack())
+    file = stage.__file__
     return any(c.co_filename == file and "inference" in c.co_name for c in codes)

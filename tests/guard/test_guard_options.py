@@ -256,7 +256,8 @@ def test_each_step_costs_what_it_took_itself(monkeypatch):
     for _ in range(2):
         with timer:
             pass
-        costs.append(timer.end_step(is_watched=True))
+        timer.end_step(is_watched=True)
+        costs.append(timer.cost)
     assert costs == [Cost(3, 1, 1 / 3)] * 2
 
 

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ... import _C
 from ...base.text import drop_own_frames
-from ...base.tree import children, path_text
+from ...base.tree import Part, children, path_text
 from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import (
     forward_hooks,
@@ -270,7 +270,7 @@ class Forwards:
         error = None if found is now.handled or output is not None else found
         try:
             if now.is_alone and error is None:
-                with watch.own_batch() as batch, watch.frames.evaluated(batch):
+                with watch.own_batch() as batch:
                     self.end(output)
                     watch.frames.send()
                     self._on_ended(watch, batch)
@@ -458,12 +458,17 @@ def _named_outputs(output: Any) -> tuple[list[str], list[torch.Tensor]]:
     """The tensors that a forward has returned, with their places; none of caches."""
     if isinstance(output, torch.Tensor):
         return ["output"], [output]
-    held: Iterable[tuple[str, Any]]
+    held: Iterable[tuple[Any, Any]]
     if isinstance(output, dict):
-        held = ((f"[{key!r}]", each) for key, each in dict.items(output))
+        held = dict.items(output)
     elif isinstance(output, (tuple, list)):
-        held = ((f"[{i}]", each) for i, each in enumerate(output))
+        held = enumerate(output)
     else:
-        held = ((path_text((part,)), each) for part, each in children(output) or ())
-    found = [pair for pair in held if isinstance(pair[1], torch.Tensor)]
-    return [f"output{place}" for place, _ in found], [tensor for _, tensor in found]
+        held = children(output) or ()
+    names, found = [], []
+    for key, each in held:
+        if isinstance(each, torch.Tensor):
+            place = path_text((key,)) if isinstance(key, Part) else f"[{key!r}]"
+            names.append(f"output{place}")
+            found.append(each)
+    return names, found

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
-from collections.abc import Iterator
-from threading import Condition, get_ident
+from collections.abc import Callable, Iterator
+from threading import Condition, Lock, get_ident
 
 _of_thread = threading.local()  # `gate`: the one that its replay has to itself
 # Seconds for forwards that run on between two runs of a replay. If it is less, a long
@@ -32,34 +31,36 @@ class Gate:
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
-        self._condition = Condition()
-        self._running: Counter[int] = Counter()  # forwards, by their threads
-        self._num_waiting = 0
+        self._lock = Lock()
+        self._condition = Condition(self._lock)
+        self._running: dict[int, int] = {}  # forwards, by their threads
+        self._num_waiting = self._num_waits = 0
         self._owner: int | None = None
 
     def enter(self) -> None:
         """Begins a forward; waits for the end of another thread's run."""
         own = get_ident()
-        with self._condition:
+        with self._lock:
             if self._owner is not None and self._owner != own:
                 self._num_waiting += 1
-                self._condition.wait_for(self._is_mine)
+                self._wait_for(self._is_mine)
                 self._num_waiting -= 1
-            self._running[own] += 1
+            self._running[own] = self._running.get(own, 0) + 1
 
     def leave(self) -> None:
         """Ends a forward of this thread."""
         own = get_ident()
-        with self._condition:
+        with self._lock:
             self._running[own] -= 1
             if self._running[own] <= 0:
                 del self._running[own]
-            self._condition.notify_all()
+            if self._num_waits:
+                self._condition.notify_all()
 
     @property
     def is_free(self) -> bool:
         """True if no other thread runs or awaits a forward, or runs one again."""
-        with self._condition:
+        with self._lock:
             return self._is_free()
 
     @contextlib.contextmanager
@@ -74,7 +75,7 @@ class Gate:
             one.
         """
         own, before = get_ident(), getattr(_of_thread, "gate", None)
-        with self._condition:
+        with self._lock:
             was_owner = self._owner == own
             is_alone = self._take(self.patience, beside_running)
         try:
@@ -84,7 +85,7 @@ class Gate:
         finally:
             _of_thread.gate = before
             if not was_owner:
-                with self._condition:
+                with self._lock:
                     self._give_up()
 
     @property
@@ -98,14 +99,23 @@ class Gate:
         Raises:
             TimeoutError: If one of them does not end.
         """
-        with self._condition:
+        with self._lock:
             self._give_up()
             if not self._take(_LONGEST, False):
                 raise TimeoutError("a forward of another thread has not ended")
 
+    def _wait_for(
+        self, predicate: Callable[[], bool], longest: float | None = None
+    ) -> bool:
+        self._num_waits += 1
+        try:
+            return self._condition.wait_for(predicate, longest)
+        finally:
+            self._num_waits -= 1
+
     def _take(self, longest: float, beside_running: bool) -> bool:
         """Makes this thread the owner; True if no other runs a forward then."""
-        wait_for = self._condition.wait_for
+        wait_for = self._wait_for
         if not beside_running and wait_for(self._is_free, self.patience):
             self._owner = get_ident()
             return True

@@ -52,24 +52,24 @@ class Request:
         seconds: What the guard has taken in its forwards.
     """
 
+    num_forwards = forward = 0
+    is_text = is_later_alike = True
+    is_left_out = is_over = is_answered = False
+    bad: HeldCall | None = None
+    left: HeldCall | None = None
+    function: KeptCall | None = None
+    output: Any = None
+    raised: type[Exception] | None = None
+    order: RowOrder | None = None
+    sorted_by = ""
+    seconds = 0.0
+
     def __init__(
         self, number: int, ids: Sequence[object] | None, written: WrittenInfs
     ) -> None:
         self.number = number
         self.ids = None if ids is None else list(ids)
-        self.num_forwards = 0
         self.frames: list[BadFrame] = []
-        self.bad: HeldCall | None = None
-        self.left: HeldCall | None = None
-        self.forward, self.is_text = 0, True
-        self.is_later_alike = True
-        self.function: KeptCall | None = None
-        self.output: Any = None
-        self.raised: type[Exception] | None = None
-        self.order: RowOrder | None = None
-        self.sorted_by = ""
-        self.is_left_out = self.is_over = self.is_answered = False
-        self.seconds = 0.0
         self.first_batches: dict[int, int] = {}
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written = written
@@ -120,16 +120,13 @@ class Request:
     def collect(self, watch: ModelWatch) -> None:
         """Takes the bad frames of its own forwards that have arrived."""
         with self.lock:
-            self._collect(watch)
-
-    def _collect(self, watch: ModelWatch) -> None:
-        mine = {batch for of, batch in self._recent if of == id(watch)}
-        found: dict[int, list[BadFrame]] = {}
-        for frame in watch.frames.take_of(mine):
-            batch = watch.frames.batch_of(frame)
-            found.setdefault(batch, []).append(BadFrame(watch, frame))
-        for batch in sorted(found):
-            self._take(watch, batch, found[batch])
+            mine = {batch for of, batch in self._recent if of == id(watch)}
+            found: dict[int, list[BadFrame]] = {}
+            for frame in watch.frames.take_of(mine):
+                batch = watch.frames.batch_of(frame)
+                found.setdefault(batch, []).append(BadFrame(watch, frame))
+            for batch in sorted(found):
+                self._take(watch, batch, found[batch])
 
     def _take(self, watch: ModelWatch, batch: int, frames: list[BadFrame]) -> None:
         """Takes the bad frames of one forward."""

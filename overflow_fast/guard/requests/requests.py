@@ -222,7 +222,7 @@ class Requests:
         watch = self._watches[0]
         found = {name: each for name, each in named.items() if each.numel()}
         if found and not (_C.is_unwatched() or request.is_left_out):
-            with watch.own_batch() as batch, watch.frames.evaluated(batch):
+            with watch.own_batch() as batch:
                 tensors_of = list(found), list(found.values())
                 watch.record(_C.FrameKind.RECORDED, tensors_of)
             request.add(watch, batch, None)

@@ -76,15 +76,23 @@ class UnjudgedFrames:
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
         """Notes that a batch ran without autograd, which is judged within."""
+        self.begin_evaluation(batch)
+        try:
+            yield
+        finally:
+            self.end_evaluation(batch)
+
+    def begin_evaluation(self, batch: int) -> None:
+        """See `evaluated()`."""
         with self._lock:
             self._ending.add(batch)
             if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing else runs
                 self._forget_evaluations(batch)
             self._evaluations.add(batch)
-        try:
-            yield
-        finally:
-            self._ending.discard(batch)
+
+    def end_evaluation(self, batch: int) -> None:
+        """See `evaluated()`."""
+        self._ending.discard(batch)
 
     def note_evaluated_weights(self, batch: int) -> None:
         """Notes that the last frame lists the weights of such a batch."""

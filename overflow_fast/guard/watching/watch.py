@@ -34,7 +34,6 @@ Hooks run in the program's threads, and several forwards may run at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import weakref
@@ -51,7 +50,7 @@ from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
 from ...detector.selection import Selection, Wanted
-from ...detector.steps import StepHooks
+from ...detector.steps import RootCall, StepHooks
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_in_function, is_jit_tracing
 from .forward_inputs import ForwardInputs
@@ -111,7 +110,6 @@ class ModelWatch(StepHooks):
         judges_requests: All forwards without autograd are judged as requests.
         is_abandoned: Returns True if nobody has the guard any more, and it has ended.
         is_of_request: Returns True in a forward of a request, also with autograd.
-        is_seen_alone: Returns True in one that none of these hooks judges.
         suppresses: Notes an error of a hook; returns True if it is the guard's own.
     """
 
@@ -146,7 +144,6 @@ class ModelWatch(StepHooks):
         self.num_given_up = -1
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
-        self.is_seen_alone: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
@@ -217,7 +214,7 @@ class ModelWatch(StepHooks):
         self, module: nn.Module, args: object, kwargs: object = None
     ) -> None:
         """Starts a step, and notes what the training loop gives the model."""
-        if self.is_seen_alone() or self.is_abandoned():
+        if self.is_abandoned():
             return
         super().before_root(module, args, kwargs)
         root = self._roots.get(get_ident())
@@ -258,24 +255,26 @@ class ModelWatch(StepHooks):
         root = self._roots.get(get_ident())
         return self.recorder.last_batch if root is None else root.batch
 
-    @contextlib.contextmanager
-    def own_batch(self) -> Iterator[int]:
+    def own_batch(self) -> _OwnBatch:
         """Yields the batch of the forward that this thread runs, or one of its own.
 
-        No other thread's frames are of it.
+        It is judged within, and no other thread's frames are of it.
         """
-        root = self._roots.get(get_ident())
-        if root is not None:
-            yield root.batch
-            return
+        return _OwnBatch(self)
+
+    def begin_alone(self) -> RootCall | None:
+        """Begins a batch of this thread's own, unless it runs a forward."""
+        if get_ident() in self._roots:
+            return None
         root = self._begin_root()
         self.recorder.in_step = True
-        try:
-            yield root.batch
-        finally:
-            self.recorder.in_step = False
-            self._begin_batch()
-            self._end_root(root)
+        return root
+
+    def end_alone(self, root: RootCall) -> None:
+        """Ends it."""
+        self.recorder.in_step = False
+        self._begin_batch()
+        self._end_root(root)
 
     @property
     def evaluated(self) -> object:
@@ -448,6 +447,31 @@ class ModelWatch(StepHooks):
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, or None if it is gone."""
         return self.modules.module_at(index)
+
+
+class _OwnBatch:
+    """See `ModelWatch.own_batch()`: one is entered for each token.
+
+    Args:
+        watch: Whose it is.
+    """
+
+    __slots__ = ("_batch", "_root", "_watch")
+
+    def __init__(self, watch: ModelWatch) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> int:
+        watch = self._watch
+        self._root = watch.begin_alone()
+        self._batch = watch.batch_at_hand if self._root is None else self._root.batch
+        watch.frames.begin_evaluation(self._batch)
+        return self._batch
+
+    def __exit__(self, *exception: object) -> None:
+        self._watch.frames.end_evaluation(self._batch)
+        if self._root is not None:
+            self._watch.end_alone(self._root)
 
 
 def models_of(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
