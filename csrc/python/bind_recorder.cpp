@@ -141,6 +141,8 @@ void bind_recorder(py::module_& m) {
            py::arg("on_batch"), py::arg("on_frame"))
       .def("keep", [](Recorder& self, const Frame& frame) { self.keep(Frame(frame)); })
       .def("record", &Recorder::record, py::arg("kind"), py::arg("names"), py::arg("tensors"))
+      .def("record_output", &Recorder::record_output, py::arg("batch"), py::arg("names"),
+           py::arg("tensors"))
       .def("scan_failed", py::overload_cast<const py::object&>(&Recorder::scan_failed),
            py::arg("find"))
       .def("raise_lost", raises_as_torch([](Recorder& self) { self.raise_lost(); }))

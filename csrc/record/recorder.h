@@ -139,6 +139,10 @@ class Recorder {
   // parameters_once, leaves out the weights that a call has listed.
   void record(FrameKind kind, const std::vector<py::str>& names,
               const std::vector<at::Tensor>& tensors);
+  // Likewise what a call has returned that no hook records. Returns true if it is finite, and all
+  // stats so far are here.
+  bool record_output(int64_t batch, const std::vector<py::str>& names,
+                     const std::vector<at::Tensor>& tensors);
   // Scans in another way what frames of no call list, and a scan has failed for. find(kind, name)
   // returns the tensor, or None, which leaves it not scanned. What cannot be scanned is bad.
   void scan_failed(const py::object& find);
@@ -233,6 +237,7 @@ class Recorder {
   const Coverage& coverage() const { return coverage_; }
 
  private:
+  void fill(Frame frame, const std::vector<py::str>& names, const std::vector<at::Tensor>& tensors);
   // True if the frame is bad or every frame is watched; otherwise it goes into the history. In step
   // mode it goes into the results.
   bool classify(Frame& frame);

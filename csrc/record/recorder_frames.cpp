@@ -96,8 +96,21 @@ void Recorder::record_gradient(uint32_t module, LabelId label, const at::Tensor&
 
 void Recorder::record(FrameKind kind, const std::vector<py::str>& names,
                       const std::vector<at::Tensor>& tensors) {
+  fill(begin_frame(0, py::str(), kind), names, tensors);
+}
+
+bool Recorder::record_output(int64_t batch, const std::vector<py::str>& names,
+                             const std::vector<at::Tensor>& tensors) {
+  Frame frame = begin_frame(0, py::str(), FrameKind::kRecorded);
+  frame.batch = batch;
+  fill(std::move(frame), names, tensors);
+  return results_.num_bad == 0 && deferred_.is_empty();
+}
+
+void Recorder::fill(Frame frame, const std::vector<py::str>& names,
+                    const std::vector<at::Tensor>& tensors) {
   memo_.clear();
-  Frame frame = begin_frame(0, py::str(), kind);
+  const FrameKind kind = frame.kind;
   const uint64_t allowed = kind == FrameKind::kBuffers ? Slot::kNegativeInf : 0;  // additive masks
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (kind == FrameKind::kWeights && !wants_parameter(tensors[i])) continue;

@@ -305,6 +305,9 @@ class Recorder:
     def record(
         self, kind: FrameKind, names: list[str], tensors: list[torch.Tensor]
     ) -> None: ...
+    def record_output(
+        self, batch: int, names: list[str], tensors: list[torch.Tensor]
+    ) -> bool: ...
     def scan_failed(
         self, find: Callable[[FrameKind, str], torch.Tensor | None]
     ) -> None: ...

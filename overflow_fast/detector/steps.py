@@ -489,6 +489,14 @@ class StepHooks:
             root = self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
             return root
 
+    def pass_batch(self) -> int | None:
+        """The number of a batch that no hook begins or ends; None while others run."""
+        with self._lock:
+            if self._roots or self._strays:
+                return None
+            self._begin_batch()
+            return self.batch_number - 1
+
     def _note_done(self) -> None:
         root = self._roots.get(get_ident())
         if root is not None:

@@ -36,8 +36,8 @@ class Ambient:
     ) -> None:
         self.random = RandomStates(devices) if random is None else random
         self.training = model.training
-        types = ("cpu", *dict.fromkeys(device.type for device in devices))
-        self.autocast = autocast_of(types)
+        types = ["cpu", *(device.type for device in devices)] if devices else ["cpu"]
+        self.autocast = autocast_of(dict.fromkeys(types))
         self.caches = torch.is_autocast_cache_enabled()
         self.shares_buffers = vars(model).get("require_forward_param_sync")
 

@@ -9,8 +9,8 @@ The model has hooks for it, and so have the modules of `entries_of()`.
 2. What it is called with is held, and the small state that it begins with: by that hook
    for a call that is looked at alone (`_Now.is_alone`), else by the watch (`begin()`).
 3. A call is alone if no hook of the watch judges it: with a tripwire each without
-   autograd. Its outputs are recorded, and it is handed to `Requests`, when it ends
-   (`end_call()`), also where an exception has left it.
+   autograd. Its outputs are recorded when it ends (`end_call()`). `Requests` counts it
+   where they are finite, and is handed any other, also where an exception has left it.
 4. Else the watch hands it to the guard, and the guard to `Requests` (from
    `ModelWatch._end_step()` to `GuardParts._on_evaluated()`).
 5. `Requests` takes what was held, and lets it pass out.
@@ -70,6 +70,7 @@ class _Now(threading.local):
         handled: The exception that the program handled when it began, or None.
         seconds: What the guard has taken since the last forward was handed over.
         begin: When the guard's hooks before or behind the forward began; 0 between.
+        taken: When these seconds were taken of the forward that ends; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
         unwatched: Hides a forward that a schedule leaves out; None for others.
         num_hidden: How many calls it has under way.
@@ -80,7 +81,7 @@ class _Now(threading.local):
     call: HeldCall | None = None
     watch: ModelWatch | None = None
     state: SmallState | None = None
-    seconds = begin = since = 0.0
+    seconds = begin = since = taken = 0.0
     is_in = is_alone = False
     module: nn.Module | None = None
     handled: BaseException | None = None
@@ -97,8 +98,9 @@ class Forwards:
         isolation: Isolates the guard's own errors.
         request_now: Returns the request that this code is in, or None.
         before_first: Called before the first forward.
-        on_ended: Called where a call that is looked at alone has returned, with its
-            watch and its batch. Of others the watch tells the guard.
+        on_finite, on_ended: Called where a call that is looked at alone has returned,
+            with its watch and its batch: the first where its outputs are known to be
+            finite. Of others the watch tells the guard.
     """
 
     def __init__(
@@ -110,6 +112,7 @@ class Forwards:
         isolation: ErrorIsolation,
         request_now: Callable[[], Request | None],
         before_first: Callable[[], None],
+        on_finite: Callable[[ModelWatch, int], None],
         on_ended: Callable[[ModelWatch, int], None],
     ) -> None:
         self._watches = watches
@@ -119,7 +122,7 @@ class Forwards:
         self._isolation = isolation
         self._request_now = request_now
         self._before_first: Callable[[], None] | None = before_first
-        self._on_ended = on_ended
+        self._on_finite, self._on_ended = on_finite, on_ended
         self._now = _Now()
         self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
         self._states = weakref.WeakKeyDictionary()
@@ -270,16 +273,32 @@ class Forwards:
         error = None if found is now.handled or output is not None else found
         try:
             if now.is_alone and error is None:
-                with watch.own_batch() as batch:
-                    self.end(output)
-                    watch.frames.send()
-                    self._on_ended(watch, batch)
+                self._end_alone(watch, output)
             elif now.is_alone and module is watch.model and watch.on_left is not None:
                 with watch.own_batch():
                     if isinstance(error, Exception):
                         watch.on_left(watch, error)
         finally:
             self.pass_out()
+            if now.taken:  # the rest is of the next one
+                now.seconds += perf_counter() - now.taken
+                now.taken = 0.0
+
+    def _end_alone(self, watch: ModelWatch, output: Any) -> None:
+        batch = None if self._now.call is None else watch.pass_batch()
+        if batch is None:
+            with watch.own_batch() as batch:
+                self.end(output)
+                watch.frames.send()
+                self._on_ended(watch, batch)
+            return
+        self._note_output(output)
+        if watch.recorder.record_output(batch, *_named_outputs(output)):
+            self._on_finite(watch, batch)
+            return
+        with watch.frames.evaluated(batch):
+            watch.frames.send()
+            self._on_ended(watch, batch)
 
     def begin(
         self, module: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
@@ -308,14 +327,19 @@ class Forwards:
 
     def end(self, output: Any, loss: torch.Tensor | None = None) -> None:
         """Notes what it has returned, before its frames are judged."""
+        watch = self._now.watch
+        if self._note_output(output) and self._is_tripwire and watch is not None:
+            watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
+
+    def _note_output(self, output: Any) -> bool:
+        """Notes what it has returned; False where its call was not held."""
         now = self._now
         if now.call is None or now.state is None:
-            return
+            return False
         now.begin = perf_counter()
         now.call.output = output
         now.state.after(now.call.state)
-        if self._is_tripwire and now.watch is not None:
-            now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
+        return True
 
     def leave(self) -> None:
         """Does nothing: the request takes it as it takes others."""
@@ -335,13 +359,15 @@ class Forwards:
     def take_seconds(self) -> float:
         """Takes the seconds that the guard has needed for it until now."""
         now = self._now
-        seconds = now.seconds + (perf_counter() - now.begin if now.begin else 0.0)
+        now.taken = perf_counter()
+        seconds = now.seconds + (now.taken - now.begin if now.begin else 0.0)
         now.seconds = now.begin = 0.0
         return seconds
 
     def leave_out(self, seconds: float) -> None:
         """Leaves seconds out of the request's time, which are no cost of watching."""
         self._now.since += seconds
+        self._now.taken += seconds
 
     def end_request(self) -> float | None:
         """Ends the request of this thread; the requests of others overlap with it.

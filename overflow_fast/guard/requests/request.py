@@ -84,18 +84,36 @@ class Request:
         if len(self._recent) > (1 if is_on_cpu else _MOST_FORWARDS):
             del self._recent[next(iter(self._recent))]
 
-    def add_forward(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
-        """Adds a forward that has ended."""
-        self.add(watch, batch, call)
-        if call is None:  # compiled code hides what it is given
-            self.is_text = False
-        elif self.num_forwards or not call.num_tokens:
-            self.is_text &= call.has_one_token
-        self.first_batches.setdefault(id(watch), batch)
-        if not self.num_forwards and self.order is not None:
-            self.sorted_by = self.order.sorted_by()
-            self._given = [] if call is None else call.rows_of(len(self.ids or ()))
-        self.num_forwards += 1
+    def add_forward(
+        self,
+        watch: ModelWatch,
+        batch: int,
+        call: HeldCall | None,
+        is_finite: bool = False,
+    ) -> bool:
+        """Adds a forward that has ended; returns False where the request has, too.
+
+        Args:
+            watch: The watch of its model.
+            batch: The number of its batch.
+            call: What it was called with; None if that is not known.
+            is_finite: It is known to be finite.
+        """
+        with self.lock:
+            if self.is_over:
+                return False
+            if not is_finite:
+                self.add(watch, batch, call)
+            if call is None:  # compiled code hides what it is given
+                self.is_text = False
+            elif self.num_forwards or not call.num_tokens:
+                self.is_text &= call.has_one_token
+            self.first_batches.setdefault(id(watch), batch)
+            if not self.num_forwards and self.order is not None:
+                self.sorted_by = self.order.sorted_by()
+                self._given = [] if call is None else call.rows_of(len(self.ids or ()))
+            self.num_forwards += 1
+            return True
 
     def are_rows_repeated(self, num_rows: int) -> bool | None:
         """True if the rows of each name stand together, as those of beams do.

@@ -108,7 +108,7 @@ class Requests:
         self.forwards = Forwards(
             *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
             *(functools.partial(request_of, self), self._left.look),
-            self.judge_evaluated,
+            *(self._count_finite, self.judge_evaluated),
         )
         leave_out = self.forwards.leave_out
         self._replays = Replays(
@@ -167,15 +167,33 @@ class Requests:
         if is_own:
             self._end(request, error)
 
+    def _count_finite(self, watch: ModelWatch, batch: int) -> None:
+        """Counts a forward whose outputs were finite: nothing of it is kept."""
+        call, request = self.forwards.take(), request_of(self)
+        if request is not None and not request.add_forward(watch, batch, call, True):
+            request = None  # it has just ended in another thread
+        self._numbers.note_forward(0 if call is None else call.num_tokens)
+        seconds = self.forwards.take_seconds()
+        self.forwards.pass_out()
+        if request is not None:
+            request.left = None
+            request.seconds += seconds
+            return
+        self._note_thread()
+        watch.warnings.give_once(watch.recorder)
+        with self._lock:
+            number, num_left_out = self._numbers.begin(), self._numbers.num_left_out
+            self._pipeline.ledger.end_finite_request(number, num_left_out)
+            began = self.forwards.end_request()
+            self._pipeline.end_request(number, True, seconds, began)
+
     def _added(
         self, watch: ModelWatch, batch: int, call: HeldCall | None
     ) -> tuple[Request, bool]:
         """Adds a forward that has ended to the request that it is of; see above."""
         request, is_own = self._request_now()
-        with request.lock:
-            if not request.is_over:
-                request.add_forward(watch, batch, call)
-                return request, is_own
+        if request.add_forward(watch, batch, call):
+            return request, is_own
         return self._added(watch, batch, call)  # it has just ended in another thread
 
     def _request_now(self) -> tuple[Request, bool]:
@@ -184,10 +202,13 @@ class Requests:
         return (self._new(None), True) if request is None else (request, False)
 
     def _new(self, ids: Sequence[object] | None) -> Request:
+        self._note_thread()
+        return Request(self._numbers.begin(), ids, self._written)
+
+    def _note_thread(self) -> None:
         self._thread = self._thread or threading.get_ident()
         if self._thread != threading.get_ident():
             self._replays.are_of_one = False
-        return Request(self._numbers.begin(), ids, self._written)
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""
