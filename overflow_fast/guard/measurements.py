@@ -31,6 +31,7 @@ class Measurements:
         timer: The same.
         headroom: Tracks how far values are from the end of their dtype.
         record: Keeps the flight record, or None.
+        are_read: There is one, or an exporter.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Measurements:
             config.verdicts_are_late,
         )
         self.record = _recorder_of(config, watches, lambda: self.run)
+        self.are_read = self.record is not None or bool(self._exporters)
 
     @functools.cached_property
     def run(self) -> RunIdentity:
@@ -73,11 +75,6 @@ class Measurements:
             **self.headroom.metrics(),
         }
         return {name: float(value) for name, value in values.items()}
-
-    @property
-    def are_read(self) -> bool:
-        """True if there is a flight record, or an exporter."""
-        return self.record is not None or bool(self._exporters)
 
     def emit(self, step: int, counts: Callable[[], Mapping[str, float]]) -> None:
         """Sends the numbers of a step to the exporters; none stops the run.

@@ -68,10 +68,6 @@ class OverheadTimer:
         finally:
             self.leave_out(self._now() - begin)
 
-    def add(self, seconds: float) -> None:
-        """Adds seconds of the guard's that were measured elsewhere."""
-        self._seconds += seconds
-
     @property
     def is_running(self) -> bool:
         """True while the guard's own code runs."""
@@ -97,19 +93,22 @@ class OverheadTimer:
             "guard_share": share,
         }
 
-    def end_step(self, is_watched: bool, began: float | None = None) -> None:
+    def end_step(
+        self, is_watched: bool, began: float | None = None, seconds: float = 0.0
+    ) -> None:
         """Ends the step; what runs on is of the next one.
 
         Args:
             is_watched: Whether it counts on average.
             began: When it began, where others run beside it; else the last one's end.
+            seconds: Those of the guard's that were measured elsewhere.
         """
         now = self._now()
         step = now - (self._step_began if began is None else began)
         if self._depth:
             self._seconds += now - self._begin
         in_hooks = self._seconds_in_hooks()
-        guard = self._seconds + in_hooks - self._hooks_before
+        guard = self._seconds + in_hooks - self._hooks_before + seconds
         if is_watched:
             self.num_watched += 1
             self._watched_seconds += step

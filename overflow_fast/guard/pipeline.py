@@ -602,9 +602,7 @@ class Pipeline:
         """
         for watch in self._watches:
             watch.frames.end_request()
-        timer = self._measurements.timer
-        timer.add(seconds)
-        timer.end_step(is_watched, began)
+        self._measurements.timer.end_step(is_watched, began, seconds)
         if is_watched and self._measurements.are_read:
             with self._isolation.isolated():
                 self._send(number)

@@ -44,7 +44,8 @@ class Ambient:
 
 def autocast_of(types: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
     """Of each kind of device: whether autocast is on, and its dtype."""
-    return [
-        (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
-        for type in types
-    ]
+    found = []
+    for type in types:  # for each token: a comprehension would be one call more
+        is_on, dtype = torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)
+        found.append((type, is_on, dtype))
+    return found

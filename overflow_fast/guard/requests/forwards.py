@@ -3,7 +3,8 @@
 An outermost forward is a call of a watched model, or of a module within it that the
 program calls where the model itself does not run.
 
-The model has hooks for it, and so have the modules of `entries_of()`.
+The model has hooks for it, and so have the modules of `entries_of()`: one that tells of
+the beginning of a call, and from the first one on that is outermost those of its end.
 
 1. `before()` lets it pass the gate, behind which nothing is run again meanwhile.
 2. What it is called with is held, and the small state that it begins with: by that hook
@@ -73,10 +74,12 @@ class _Now(threading.local):
         taken: When these seconds were taken of the forward that ends; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
         unwatched: Hides a forward that a schedule leaves out; None for others.
-        num_hidden: How many calls it has under way.
+        hidden: The module that is called so.
+        num_hidden: How many calls of it are under way.
     """
 
     unwatched: _C.Unwatched | None = None
+    hidden: nn.Module | None = None
     num_hidden = depth = 0
     call: HeldCall | None = None
     watch: ModelWatch | None = None
@@ -149,13 +152,13 @@ class Forwards:
         """True where this thread runs one that no hook of a watch judges."""
         return self._now.is_alone
 
-    def begins_within(self, watch: ModelWatch, module: nn.Module) -> bool:
+    def begins_within(self, module: nn.Module, is_root: bool) -> bool:
         """True for a call that begins within a forward that this thread runs.
 
         Most calls of modules do, and ask no more than that.
         """
         now = self._now
-        if now.is_in and (module is now.module or module is watch.model):
+        if now.is_in and (module is now.module or is_root):
             calls = [each for _, each in running_modules() or ()]
             is_again = module is now.module
             if sum(each is now.module for each in calls) > is_again:
@@ -195,10 +198,11 @@ class Forwards:
             return True
         return not self._has_optimizer and self._request_now() is not None
 
-    def is_left_alone(self, change: int = 0) -> bool:
+    def is_left_alone(self, module: nn.Module, change: int = 0) -> bool:
         """True for what is trained, run again, or left out.
 
         Args:
+            module: The module that is called.
             change: 1 where a call begins, -1 where it ends.
         """
         if torch.is_grad_enabled() and self._has_optimizer:
@@ -206,19 +210,21 @@ class Forwards:
         now = self._now
         if now.unwatched is None:
             return _C.is_unwatched()
-        now.num_hidden += change
+        if module is now.hidden:
+            now.num_hidden += change
         if not now.num_hidden:
             now.unwatched.__exit__(None, None, None)
-            now.unwatched = None
+            now.unwatched = now.hidden = None
         return True
 
-    def hides(self) -> bool:
+    def hides(self, module: nn.Module) -> bool:
         """Hides the forward that begins, where a schedule leaves its request out."""
         request = self._request_now()
         if request is None or not request.is_left_out:
             return False
-        self._now.unwatched, self._now.num_hidden = _C.Unwatched(), 1
-        self._now.unwatched.__enter__()
+        now = self._now
+        now.unwatched, now.hidden, now.num_hidden = _C.Unwatched(), module, 1
+        now.unwatched.__enter__()
         return True
 
     # Its beginning and its end.
@@ -394,13 +400,20 @@ class Forwards:
                 self._add(module, watch)
 
     def _add(self, module: nn.Module, watch: ModelWatch) -> None:
-        own = _CallHooks(self, watch)
+        own = _CallHooks(self, watch, module is watch.model)
         first = module.register_forward_pre_hook(own.before, with_kwargs=True)
         move_hook_to_front(forward_pre_hooks(module), first.id)
+        self._handles.append(first)
+        if own.is_of_root:
+            self.add_end(module, own)
+
+    def add_end(self, module: nn.Module, own: _CallHooks) -> None:
+        """Puts the hooks on that tell of the end of a module's calls."""
+        own.has_end = True
         last = module.register_forward_hook(own.ended, always_call=True)
         share_called_key(module, last, _LAST_KEY)
-        self._handles += [first, last]
-        if not (self._is_tripwire or module is watch.model):
+        self._handles.append(last)
+        if not (self._is_tripwire or own.is_of_root):
             after = module.register_forward_hook(own.after)
             move_hook_to_front(forward_hooks(module), after.id)
             self._handles.append(after)
@@ -422,24 +435,41 @@ class _CallHooks:
     Args:
         forwards: Hears of the calls; None in a copy.
         watch: The watch of the model; None in a copy.
+        is_of_root: The module is the model.
+
+    Attributes:
+        is_of_root: The same.
+        has_end: The hooks of the end of calls are on.
     """
 
-    def __init__(self, forwards: Forwards | None, watch: ModelWatch | None) -> None:
+    def __init__(
+        self,
+        forwards: Forwards | None = None,
+        watch: ModelWatch | None = None,
+        is_of_root: bool = False,
+    ) -> None:
         self._forwards, self._watch = forwards, watch
+        self.is_of_root, self.has_end = is_of_root, False
 
-    def __reduce__(self) -> tuple[type[_CallHooks], tuple[None, None]]:
-        return _CallHooks, (None, None)
+    def __reduce__(self) -> tuple[type[_CallHooks], tuple[()]]:
+        return _CallHooks, ()
 
     def before(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         """Begins a call; without `kwargs` it ran when the hook was put on."""
         forwards, watch = self._forwards, self._watch
         if forwards is None or watch is None or kwargs is None:
             return
-        if torch.compiler.is_compiling() or forwards.begins_within(watch, module):
+        if torch.compiler.is_compiling():
             return
-        if forwards.is_left_alone(1) or not forwards.takes([watch.model]):
+        if forwards.begins_within(module, self.is_of_root):
             return
-        if not forwards.hides():
+        if forwards.is_left_alone(module, 1):
+            return
+        if torch.is_grad_enabled() and not forwards.takes([watch.model]):
+            return
+        if not self.has_end:
+            forwards.add_end(module, self)
+        if not forwards.hides(module):
             self._run(forwards.begin_call, watch, module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -447,7 +477,7 @@ class _CallHooks:
         forwards = self._forwards
         if forwards is None or torch.compiler.is_compiling():
             return
-        if not (forwards.is_within(module) or forwards.is_left_alone()):
+        if not (forwards.is_within(module) or forwards.is_left_alone(module)):
             self._run(forwards.end, output)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -455,7 +485,7 @@ class _CallHooks:
         forwards, watch = self._forwards, self._watch
         if forwards is None or watch is None or torch.compiler.is_compiling():
             return
-        if not (forwards.is_within(module, -1) or forwards.is_left_alone(-1)):
+        if not (forwards.is_within(module, -1) or forwards.is_left_alone(module, -1)):
             self._run(forwards.end_call, watch, module, output)
 
     def _run(self, function: Callable[..., None], *given: Any) -> None:
