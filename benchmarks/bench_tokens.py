@@ -20,7 +20,8 @@ NOTES = (
     "tokens of one text take turns, each a request of its own; the first of eight is "
     "left out. `adds` is the median difference of a pair in CPU time, over the median "
     "bare token. `says itself` is the median of what the guard measures of its tokens "
-    "by the clock, over the median bare one by the clock. `outputs` is "
+    "by the clock, over the median bare one by the clock: without what torch takes to "
+    "call hooks, and what the model takes longer behind them. `outputs` is "
     "watch='tripwire': the logits alone are scanned, and the arguments held. Goal: "
     "0.15 ms with outputs."
 )

@@ -12,7 +12,8 @@ class Cost:
     Attributes:
         step_seconds: The time from the judgement before to this one.
         guard_seconds: The part of it that was spent in the guard: its hooks, scans on
-            the CPU, launches, waits and judgement. Not the time of kernels on a device.
+            the CPU, launches, waits and judgement. Not the time of kernels on a device,
+            nor what torch takes to call hooks.
         share: The guard's share of all watched steps so far.
     """
 

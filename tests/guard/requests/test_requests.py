@@ -1,11 +1,13 @@
 """Forwards without autograd: whose request is bad, and why."""
 
 import contextvars
+import itertools
 import logging
 import re
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer import long_explanation
+from overflow_fast.guard.requests import forwards
 from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.watching import watch as watching
 
@@ -367,6 +370,18 @@ def test_a_schedule_leaves_requests_out():
         assert numbers["bad_requests_total"] == numbers["steps_watched_total"] == 2
 
 
+@pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
+def test_a_request_that_is_left_out_ends_with_the_call_that_it_began_with(options):
+    vae = Vae(encoder=nn.Linear(4, 4), decoder=make_net()).eval()
+    with OverflowGuard(vae, schedule=3, **options) as guard:
+        for i in range(3):  # 1 and 2 are left out
+            for call in (vae, vae.decode):
+                with torch.no_grad(), guard.request(ids=[i]):
+                    call(rows_bad())
+        for call in (vae, vae.decode):
+            report_of(lambda: call(rows_bad(1)))  # noqa: B023
+
+
 @pytest.mark.parametrize("sync", ["step", "lagged"])
 def test_a_request_is_judged_at_its_end_where_stats_come_late_from_a_device(
     emulated, sync
@@ -604,6 +619,17 @@ def test_a_submodule_that_is_called_alone_is_a_request(options):
     assert report.rows == [2]
     assert report.explanation.cause == "bad data"
     assert not vae.decoder._forward_hooks and not vae.decoder._forward_pre_hooks
+
+
+def test_a_module_within_a_model_has_a_hook_at_its_end_once_it_is_called_alone():
+    vae = Vae(encoder=nn.Linear(4, 4), decoder=make_net()).eval()
+    with OverflowGuard(vae, watch="tripwire"), torch.no_grad():
+        vae(rows_bad())
+        assert not vae.decoder._forward_hooks and not vae.encoder._forward_hooks
+        vae.decode(rows_bad())
+        vae.decode(rows_bad())
+        assert len(vae.decoder._forward_hooks) == 1
+        assert not vae.encoder._forward_hooks
 
 
 @pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
@@ -863,6 +889,28 @@ def test_the_time_of_a_request_is_that_of_its_own_thread():
         call()
         assert guard.cost.step_seconds >= times[0] > 0
         assert 0 < guard.cost.share <= 1
+
+
+def test_what_a_tripwire_takes_behind_a_forward_is_measured_with_the_next(monkeypatch):
+    ticks = itertools.count(1)
+    net, costs = make_net(), []
+    with OverflowGuard(net, watch="tripwire") as guard, torch.no_grad():
+        net(rows_bad())
+        monkeypatch.setattr(forwards, "perf_counter", lambda: float(next(ticks)))
+        for _ in range(3):
+            net(rows_bad())
+            costs.append(guard.cost.guard_seconds)
+    assert round(costs[2]) == 4  # to hold it; when it ends, and the rest of the last
+
+
+def test_a_finite_forward_of_a_tripwire_keeps_nothing_of_its_arguments():
+    net, x = make_net(), rows_bad()
+    held = weakref.ref(x)
+    with OverflowGuard(net, watch="tripwire") as guard, torch.no_grad():
+        with guard.request():
+            net(x)
+            del x
+            assert held() is None
 
 
 def normed():
