@@ -489,11 +489,12 @@ class StepHooks:
             root = self._roots[get_ident()] = RootCall(self.batch_number, is_apart)
             return root
 
-    def pass_batch(self) -> int | None:
-        """The number of a batch that no hook begins or ends; None while others run."""
+    def pass_batch(self) -> int:
+        """The number of a batch that no hook begins or ends."""
         with self._lock:
-            if self._roots or self._strays:
-                return None
+            if self._roots or self._strays:  # theirs goes on
+                self.batch_number += 1
+                return self.batch_number
             self._begin_batch()
             return self.batch_number - 1
 

@@ -40,9 +40,6 @@ class Archive:
         config: The guard's.
         watches: The watched models.
         measurements: The guard's cost, and its flight record.
-
-    Attributes:
-        is_logging: There is a log.
     """
 
     def __init__(
@@ -54,7 +51,6 @@ class Archive:
         self._config = config
         self._watches = watches
         self._measurements = measurements
-        self.is_logging = config.log is not None
         self._begun = _now()
         self._page_seconds = 0.0
 

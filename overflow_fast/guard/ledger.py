@@ -163,8 +163,7 @@ class Ledger:
 
     def end_finite_request(self, number: int, num_left_out: int) -> None:
         """Ends a finite request, whose line is its own."""
-        if self.archive.is_logging:
-            self._write_line(_Line(number, None, num_left_out))
+        self._write_line(_Line(number, None, num_left_out))
 
     def skip_finite(self, unit: Unit, hook: OptimizerHook, notes: list[str]) -> Report:
         """Counts a finite step that a monitor skips.

@@ -277,13 +277,12 @@ class Forwards:
             return
         found = sys.exc_info()[1]
         error = None if found is now.handled or output is not None else found
+        is_of_root = now.is_alone and module is watch.model
         try:
             if now.is_alone and error is None:
                 self._end_alone(watch, output)
-            elif now.is_alone and module is watch.model and watch.on_left is not None:
-                with watch.own_batch():
-                    if isinstance(error, Exception):
-                        watch.on_left(watch, error)
+            elif is_of_root and watch.on_left and isinstance(error, Exception):
+                watch.on_left(watch, error)
         finally:
             self.pass_out()
             if now.taken:  # the rest is of the next one
@@ -291,15 +290,8 @@ class Forwards:
                 now.taken = 0.0
 
     def _end_alone(self, watch: ModelWatch, output: Any) -> None:
-        batch = None if self._now.call is None else watch.pass_batch()
-        if batch is None:
-            with watch.own_batch() as batch:
-                self.end(output)
-                watch.frames.send()
-                self._on_ended(watch, batch)
-            return
-        self._note_output(output)
-        if watch.recorder.record_output(batch, *_named_outputs(output)):
+        batch, is_held = watch.own_batch(), self._note_output(output)
+        if is_held and watch.recorder.record_output(batch, *_named_outputs(output)):
             self._on_finite(watch, batch)
             return
         with watch.frames.evaluated(batch):

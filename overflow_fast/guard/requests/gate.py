@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from threading import Condition, Lock, get_ident
 
 _of_thread = threading.local()  # `gate`: the one that its replay has to itself
@@ -34,7 +34,7 @@ class Gate:
         self._lock = Lock()
         self._condition = Condition(self._lock)
         self._running: dict[int, int] = {}  # forwards, by their threads
-        self._num_waiting = self._num_waits = 0
+        self._num_waiting = 0
         self._owner: int | None = None
 
     def enter(self) -> None:
@@ -43,7 +43,7 @@ class Gate:
         with self._lock:
             if self._owner is not None and self._owner != own:
                 self._num_waiting += 1
-                self._wait_for(self._is_mine)
+                self._condition.wait_for(self._is_mine)
                 self._num_waiting -= 1
             self._running[own] = self._running.get(own, 0) + 1
 
@@ -54,8 +54,7 @@ class Gate:
             self._running[own] -= 1
             if self._running[own] <= 0:
                 del self._running[own]
-            if self._num_waits:
-                self._condition.notify_all()
+            self._condition.notify_all()
 
     @property
     def is_free(self) -> bool:
@@ -104,18 +103,9 @@ class Gate:
             if not self._take(_LONGEST, False):
                 raise TimeoutError("a forward of another thread has not ended")
 
-    def _wait_for(
-        self, predicate: Callable[[], bool], longest: float | None = None
-    ) -> bool:
-        self._num_waits += 1
-        try:
-            return self._condition.wait_for(predicate, longest)
-        finally:
-            self._num_waits -= 1
-
     def _take(self, longest: float, beside_running: bool) -> bool:
         """Makes this thread the owner; True if no other runs a forward then."""
-        wait_for = self._wait_for
+        wait_for = self._condition.wait_for
         if not beside_running and wait_for(self._is_free, self.patience):
             self._owner = get_ident()
             return True

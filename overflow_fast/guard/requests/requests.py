@@ -143,7 +143,8 @@ class Requests:
 
     def left(self, watch: ModelWatch, error: Exception) -> None:
         """Judges a forward that an exception has left, with the request it is of."""
-        batch = watch.batch_at_hand
+        is_alone = self.forwards.is_seen_alone()
+        batch = watch.own_batch() if is_alone else watch.batch_at_hand
         with watch.frames.evaluated(batch):
             watch.frames.send()
             self.judge_evaluated(watch, batch, error)
@@ -243,9 +244,9 @@ class Requests:
         watch = self._watches[0]
         found = {name: each for name, each in named.items() if each.numel()}
         if found and not (_C.is_unwatched() or request.is_left_out):
-            with watch.own_batch() as batch:
-                tensors_of = list(found), list(found.values())
-                watch.record(_C.FrameKind.RECORDED, tensors_of)
+            batch = watch.own_batch()
+            watch.recorder.record_output(batch, list(found), list(found.values()))
+            watch.frames.note_evaluation(batch)
             request.add(watch, batch, None)
             request.output = found
             watch.frames.send()

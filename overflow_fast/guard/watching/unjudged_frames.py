@@ -76,23 +76,19 @@ class UnjudgedFrames:
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
         """Notes that a batch ran without autograd, which is judged within."""
-        self.begin_evaluation(batch)
+        self.note_evaluation(batch)
+        self._ending.add(batch)
         try:
             yield
         finally:
-            self.end_evaluation(batch)
+            self._ending.discard(batch)
 
-    def begin_evaluation(self, batch: int) -> None:
-        """See `evaluated()`."""
+    def note_evaluation(self, batch: int) -> None:
+        """Notes that a batch runs without autograd."""
         with self._lock:
-            self._ending.add(batch)
             if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing else runs
                 self._forget_evaluations(batch)
             self._evaluations.add(batch)
-
-    def end_evaluation(self, batch: int) -> None:
-        """See `evaluated()`."""
-        self._ending.discard(batch)
 
     def note_evaluated_weights(self, batch: int) -> None:
         """Notes that the last frame lists the weights of such a batch."""

@@ -50,7 +50,7 @@ from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
 from ...detector.selection import Selection, Wanted
-from ...detector.steps import RootCall, StepHooks
+from ...detector.steps import StepHooks
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_in_function, is_jit_tracing
 from .forward_inputs import ForwardInputs
@@ -255,26 +255,16 @@ class ModelWatch(StepHooks):
         root = self._roots.get(get_ident())
         return self.recorder.last_batch if root is None else root.batch
 
-    def own_batch(self) -> _OwnBatch:
-        """Yields the batch of the forward that this thread runs, or one of its own.
+    def own_batch(self) -> int:
+        """The batch of the forward that this thread runs, or one that no hook begins.
 
-        It is judged within, and no other thread's frames are of it.
+        No other thread's frames are of it.
         """
-        return _OwnBatch(self)
-
-    def begin_alone(self) -> RootCall | None:
-        """Begins a batch of this thread's own, unless it runs a forward."""
-        if get_ident() in self._roots:
-            return None
-        root = self._begin_root()
-        self.recorder.in_step = True
-        return root
-
-    def end_alone(self, root: RootCall) -> None:
-        """Ends it."""
-        self.recorder.in_step = False
-        self._begin_batch()
-        self._end_root(root)
+        root = self._roots.get(get_ident())
+        batch = self.pass_batch() if root is None else root.batch
+        if not self.is_served:  # a step that another thread judges may not take it
+            self.frames.note_evaluation(batch)
+        return batch
 
     @property
     def evaluated(self) -> object:
@@ -447,31 +437,6 @@ class ModelWatch(StepHooks):
     def module_at(self, index: int) -> nn.Module | None:
         """The module of an index, or None if it is gone."""
         return self.modules.module_at(index)
-
-
-class _OwnBatch:
-    """See `ModelWatch.own_batch()`: one is entered for each token.
-
-    Args:
-        watch: Whose it is.
-    """
-
-    __slots__ = ("_batch", "_root", "_watch")
-
-    def __init__(self, watch: ModelWatch) -> None:
-        self._watch = watch
-
-    def __enter__(self) -> int:
-        watch = self._watch
-        self._root = watch.begin_alone()
-        self._batch = watch.batch_at_hand if self._root is None else self._root.batch
-        watch.frames.begin_evaluation(self._batch)
-        return self._batch
-
-    def __exit__(self, *exception: object) -> None:
-        self._watch.frames.end_evaluation(self._batch)
-        if self._root is not None:
-            self._watch.end_alone(self._root)
 
 
 def models_of(watches: Iterable[ModelWatch]) -> dict[str, nn.Module]:
