@@ -42,17 +42,12 @@ class OverheadTimer:
 
     def restart(self) -> None:
         """Begins a step at this moment."""
-        self._restart(self._now(), self._seconds_in_hooks())
-
-    def _restart(self, now: float, in_hooks: float) -> None:
-        self._step_began = self._begin = now
-        self._hooks_before, self._seconds = in_hooks, 0.0
+        self._step_began = self._begin = self._now()
+        self._hooks_before = self._seconds_in_hooks()
+        self._seconds = 0.0
 
     def _seconds_in_hooks(self) -> float:
-        seconds = 0.0
-        for watch in self._watches:
-            seconds += watch.recorder.seconds
-        return seconds
+        return sum([watch.recorder.seconds for watch in self._watches])
 
     def leave_out(self, seconds: float) -> None:
         """Subtracts the seconds of a replay, which are no cost of watching."""
@@ -107,12 +102,11 @@ class OverheadTimer:
         step = now - (self._step_began if began is None else began)
         if self._depth:
             self._seconds += now - self._begin
-        in_hooks = self._seconds_in_hooks()
-        guard = self._seconds + in_hooks - self._hooks_before + seconds
+        guard = self._seconds + self._seconds_in_hooks() - self._hooks_before + seconds
         if is_watched:
             self.num_watched += 1
             self._watched_seconds += step
             self._guard_seconds += guard
         share = self._guard_seconds / self._watched_seconds if self.num_watched else 0.0
         self._cost = step, guard, share
-        self._restart(now, in_hooks)
+        self.restart()

@@ -36,16 +36,15 @@ class Ambient:
     ) -> None:
         self.random = RandomStates(devices) if random is None else random
         self.training = model.training
-        types = ["cpu", *(device.type for device in devices)] if devices else ["cpu"]
-        self.autocast = autocast_of(dict.fromkeys(types))
+        types = ("cpu", *dict.fromkeys(device.type for device in devices))
+        self.autocast = autocast_of(types)
         self.caches = torch.is_autocast_cache_enabled()
         self.shares_buffers = vars(model).get("require_forward_param_sync")
 
 
 def autocast_of(types: Iterable[str]) -> list[tuple[str, bool, torch.dtype]]:
     """Of each kind of device: whether autocast is on, and its dtype."""
-    found = []
-    for type in types:  # for each token: a comprehension would be one call more
-        is_on, dtype = torch.is_autocast_enabled(type), torch.get_autocast_dtype(type)
-        found.append((type, is_on, dtype))
-    return found
+    return [
+        (type, torch.is_autocast_enabled(type), torch.get_autocast_dtype(type))
+        for type in types
+    ]

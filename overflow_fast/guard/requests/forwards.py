@@ -290,7 +290,8 @@ class Forwards:
                 now.taken = 0.0
 
     def _end_alone(self, watch: ModelWatch, output: Any) -> None:
-        batch, is_held = watch.own_batch(), self._note_output(output)
+        self.end(output)
+        batch, is_held = watch.own_batch(), self._now.call is not None
         if is_held and watch.recorder.record_output(batch, *_named_outputs(output)):
             self._on_finite(watch, batch)
             return
@@ -325,19 +326,15 @@ class Forwards:
 
     def end(self, output: Any, loss: torch.Tensor | None = None) -> None:
         """Notes what it has returned, before its frames are judged."""
-        watch = self._now.watch
-        if self._note_output(output) and self._is_tripwire and watch is not None:
-            watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
-
-    def _note_output(self, output: Any) -> bool:
-        """Notes what it has returned; False where its call was not held."""
         now = self._now
         if now.call is None or now.state is None:
-            return False
+            return
         now.begin = perf_counter()
         now.call.output = output
         now.state.after(now.call.state)
-        return True
+        is_of_watch = self._is_tripwire and not now.is_alone
+        if is_of_watch and now.watch is not None:
+            now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))
 
     def leave(self) -> None:
         """Does nothing: the request takes it as it takes others."""
@@ -430,7 +427,6 @@ class _CallHooks:
         is_of_root: The module is the model.
 
     Attributes:
-        is_of_root: The same.
         has_end: The hooks of the end of calls are on.
     """
 

@@ -52,24 +52,24 @@ class Request:
         seconds: What the guard has taken in its forwards.
     """
 
-    num_forwards = forward = 0
-    is_text = is_later_alike = True
-    is_left_out = is_over = is_answered = False
-    bad: HeldCall | None = None
-    left: HeldCall | None = None
-    function: KeptCall | None = None
-    output: Any = None
-    raised: type[Exception] | None = None
-    order: RowOrder | None = None
-    sorted_by = ""
-    seconds = 0.0
-
     def __init__(
         self, number: int, ids: Sequence[object] | None, written: WrittenInfs
     ) -> None:
         self.number = number
         self.ids = None if ids is None else list(ids)
+        self.num_forwards = 0
         self.frames: list[BadFrame] = []
+        self.bad: HeldCall | None = None
+        self.left: HeldCall | None = None
+        self.forward = 0
+        self.is_text = self.is_later_alike = True
+        self.function: KeptCall | None = None
+        self.output: Any = None
+        self.raised: type[Exception] | None = None
+        self.order: RowOrder | None = None
+        self.sorted_by = ""
+        self.is_left_out = self.is_over = self.is_answered = False
+        self.seconds = 0.0
         self.first_batches: dict[int, int] = {}
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._written = written
@@ -85,19 +85,11 @@ class Request:
             del self._recent[next(iter(self._recent))]
 
     def add_forward(
-        self,
-        watch: ModelWatch,
-        batch: int,
-        call: HeldCall | None,
-        is_finite: bool = False,
+        self, watch: ModelWatch, batch: int, call: HeldCall | None, is_finite: bool
     ) -> bool:
         """Adds a forward that has ended; returns False where the request has, too.
 
-        Args:
-            watch: The watch of its model.
-            batch: The number of its batch.
-            call: What it was called with; None if that is not known.
-            is_finite: It is known to be finite.
+        Of one that is known to be finite nothing is kept.
         """
         with self.lock:
             if self.is_over:

@@ -193,7 +193,7 @@ class Requests:
     ) -> tuple[Request, bool]:
         """Adds a forward that has ended to the request that it is of; see above."""
         request, is_own = self._request_now()
-        if request.add_forward(watch, batch, call):
+        if request.add_forward(watch, batch, call, is_finite=False):
             return request, is_own
         return self._added(watch, batch, call)  # it has just ended in another thread
 
