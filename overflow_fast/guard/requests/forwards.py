@@ -74,13 +74,10 @@ class _Now(threading.local):
         taken: When these seconds were taken of the forward that ends; 0 between.
         since: When the last request ended, or the first forward began; 0 before.
         unwatched: Hides a forward that a schedule leaves out; None for others.
-        hidden: The module that is called so.
-        num_hidden: How many calls of it are under way.
     """
 
     unwatched: _C.Unwatched | None = None
-    hidden: nn.Module | None = None
-    num_hidden = depth = 0
+    depth = 0
     call: HeldCall | None = None
     watch: ModelWatch | None = None
     state: SmallState | None = None
@@ -198,34 +195,11 @@ class Forwards:
             return True
         return not self._has_optimizer and self._request_now() is not None
 
-    def is_left_alone(self, module: nn.Module, change: int = 0) -> bool:
-        """True for what is trained, run again, or left out.
-
-        Args:
-            module: The module that is called.
-            change: 1 where a call begins, -1 where it ends.
-        """
+    def is_left_alone(self) -> bool:
+        """True for what is trained, or run again."""
         if torch.is_grad_enabled() and self._has_optimizer:
             return True
-        now = self._now
-        if now.unwatched is None:
-            return _C.is_unwatched()
-        if module is now.hidden:
-            now.num_hidden += change
-        if not now.num_hidden:
-            now.unwatched.__exit__(None, None, None)
-            now.unwatched = now.hidden = None
-        return True
-
-    def hides(self, module: nn.Module) -> bool:
-        """Hides the forward that begins, where a schedule leaves its request out."""
-        request = self._request_now()
-        if request is None or not request.is_left_out:
-            return False
-        now = self._now
-        now.unwatched, now.hidden, now.num_hidden = _C.Unwatched(), module, 1
-        now.unwatched.__enter__()
-        return True
+        return self._now.unwatched is None and _C.is_unwatched()
 
     # Its beginning and its end.
 
@@ -237,7 +211,10 @@ class Forwards:
         if watch.is_abandoned() or (not is_root and watch.is_in_stray):
             return
         self._pass_in()
-        now = self._now
+        now, request = self._now, self._request_now()
+        if request is not None and request.is_left_out:
+            now.unwatched = _C.Unwatched()
+            now.unwatched.__enter__()
         now.module, now.depth, now.handled = module, 0, sys.exc_info()[1]
         is_hidden = watch.recorder.is_off
         by_watch = is_root and (self._has_optimizer or self._is_of_watch(module))
@@ -265,6 +242,9 @@ class Forwards:
     def pass_out(self) -> None:
         """Ends it."""
         now = self._now
+        if now.unwatched is not None:
+            now.unwatched.__exit__(None, None, None)
+            now.unwatched = None
         if now.is_in:
             now.is_in = now.is_alone = False
             now.module, now.depth, now.handled = None, 0, None
@@ -451,21 +431,20 @@ class _CallHooks:
             return
         if forwards.begins_within(module, self.is_of_root):
             return
-        if forwards.is_left_alone(module, 1):
+        if forwards.is_left_alone():
             return
         if torch.is_grad_enabled() and not forwards.takes([watch.model]):
             return
         if not self.has_end:
             forwards.add_end(module, self)
-        if not forwards.hides(module):
-            self._run(forwards.begin_call, watch, module, args, kwargs)
+        self._run(forwards.begin_call, watch, module, args, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Notes what a module has returned that the watch judges with its call."""
         forwards = self._forwards
         if forwards is None or torch.compiler.is_compiling():
             return
-        if not (forwards.is_within(module) or forwards.is_left_alone(module)):
+        if not (forwards.is_within(module) or forwards.is_left_alone()):
             self._run(forwards.end, output)
 
     def ended(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -473,7 +452,7 @@ class _CallHooks:
         forwards, watch = self._forwards, self._watch
         if forwards is None or watch is None or torch.compiler.is_compiling():
             return
-        if not (forwards.is_within(module, -1) or forwards.is_left_alone(module, -1)):
+        if not (forwards.is_within(module, -1) or forwards.is_left_alone()):
             self._run(forwards.end_call, watch, module, output)
 
     def _run(self, function: Callable[..., None], *given: Any) -> None:

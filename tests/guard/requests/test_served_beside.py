@@ -183,6 +183,25 @@ def test_forwards_pass_between_the_runs_of_a_replay():
     assert not others_wait()
 
 
+def test_a_forward_that_a_schedule_leaves_out_waits_for_a_run_too():
+    net, answers = make_net(), []
+    with OverflowGuard(net, schedule=2) as guard:
+        assert asked(guard, net, "watched").requests == ["watched"]
+        finish(guard)
+        gate = guard._parts.requests._gate
+        other = threading.Thread(
+            target=lambda: answers.append(asked(guard, net, "left out"))
+        )
+        with gate.alone():
+            other.start()
+            began = time.monotonic()
+            while not gate.is_wanted and time.monotonic() - began < 30:
+                time.sleep(0.01)
+            assert gate.is_wanted and not answers
+        other.join()
+    assert answers == [None]
+
+
 def test_a_counter_that_a_forward_between_two_runs_has_moved_stays_moved():
     class Counts(Assembled):
         def forward(self, x):
