@@ -234,7 +234,7 @@ class Forwards:
             with self._isolation.isolated():
                 before_first()
         now = self._now
-        now.begin = perf_counter()
+        now.begin, now.taken = perf_counter(), 0.0
         now.since = now.since or now.begin
         self._gate.enter()
         now.is_in = True

@@ -246,7 +246,6 @@ class Requests:
         if found and not (_C.is_unwatched() or request.is_left_out):
             batch = watch.own_batch()
             watch.recorder.record_output(batch, list(found), list(found.values()))
-            watch.frames.note_evaluation(batch)
             request.add(watch, batch, None)
             request.output = found
             watch.frames.send()

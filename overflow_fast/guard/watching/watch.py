@@ -262,8 +262,7 @@ class ModelWatch(StepHooks):
         """
         root = self._roots.get(get_ident())
         batch = self.pass_batch() if root is None else root.batch
-        if not self.is_served:  # a step that another thread judges may not take it
-            self.frames.note_evaluation(batch)
+        self.frames.note_evaluation(batch)
         return batch
 
     @property
