@@ -382,13 +382,15 @@ def test_a_request_that_is_left_out_ends_with_the_call_that_it_began_with(option
             report_of(lambda: call(rows_bad(1)))  # noqa: B023
 
 
-@pytest.mark.parametrize("sync", ["step", "lagged"])
+@pytest.mark.parametrize(
+    "options", [{}, {"sync": "lagged"}, {"watch": "tripwire"}], ids=str
+)
 def test_a_request_is_judged_at_its_end_where_stats_come_late_from_a_device(
-    emulated, sync
+    emulated, options
 ):
     emulated.state.holds_events = 1
     net = make_net()
-    with OverflowGuard(net, sync=sync, explain=False, _defer=True) as guard:
+    with OverflowGuard(net, explain=False, _defer=True, **options) as guard:
         assert report_of(lambda: net(rows_bad(1))).step == 0
         with torch.no_grad(), guard.request(ids=["good"]):
             net(rows_bad())
