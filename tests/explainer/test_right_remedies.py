@@ -967,3 +967,23 @@ def test_a_replay_takes_no_other_scalar_for_the_loss():
     )
     tried = [each for each in report.explanation.remedies if each.loss is not None]
     assert max(each.loss for each in tried) > 1e6  # its scalar is 4
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        lambda x: torch.rand(x.shape, dtype=x.dtype),
+        lambda x: torch.distributions.Uniform(x - x, x - x + 1).sample(),
+        lambda x: torch.rand_like(x),
+        lambda x: x.new_empty(x.shape).uniform_(),
+    ],
+)
+def test_the_step_in_float64_draws_the_numbers_of_the_step(drawn):
+    model, x = nn.Linear(2, 3), torch.ones(3, 2)
+    far = torch.tensor([0.0, 0.0, 300.0])  # its exp is 0 in float32
+
+    def loss_of(x):
+        return model(drawn(x)).square().mean() - (model(x) - far).softmax(1).log().sum()
+
+    first = explain(model, x, loss_of).remedies[0]
+    assert first.is_right and first.true_loss == pytest.approx(first.loss, rel=1e-6)

@@ -77,9 +77,11 @@ class _Widening(TorchCalls):
 
     def _random(self, name: str, own: str, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that draws numbers, in the dtype that the program draws them in."""
-        if not tensors_among((args, kwargs)):
-            return func(*args, **kwargs)
         dtype = next(self._drawn)
+        if not tensors_among((args, kwargs)):
+            asked = kwargs.get("dtype")  # it may be that of a tensor
+            is_wide = asked is not None and asked.is_floating_point
+            return func(*args, **kwargs | ({"dtype": dtype} if is_wide else {}))
 
         def narrowed(each: Any) -> Any:
             is_float = isinstance(each, torch.Tensor) and each.is_floating_point()
@@ -103,7 +105,7 @@ def in_float64(table: OpTable) -> InFloat64 | None:
     own = [call for call in table.torch_calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
-    return InFloat64(drawn=tuple(call.dtype for call in own if call.inputs))
+    return InFloat64(drawn=tuple(call.dtype for call in own))
 
 
 # What a remedy comes to beside it.
