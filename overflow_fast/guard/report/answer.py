@@ -20,9 +20,9 @@ _NONE_KEEPS = "no change that was tried keeps the value"
 class Need(IntEnum):
     """The rows of an exception, what a reader needs most first."""
 
-    LINE = 0
-    REMEDY = 1
-    NEW = 2
+    REMEDY = 0
+    NEW = 1
+    LINE = 2
     ORIGIN = 3
     MARK = 4
     NEXT = 5

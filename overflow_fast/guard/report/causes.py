@@ -114,7 +114,7 @@ The forward is finite, and its derivative is not: a root or a power below 1 at 0
 `acos` at 1, or the branch that `torch.where` leaves out. Bound the input of the
 operation, so that backward cannot reach the singular place.""",
     sections=("The loss is finite, its gradient is not",),
-    gist="{numbers}{seen}: a singular gradient{outside}{reason}",
+    gist="{numbers}: {slope}{outside}{reason}",
     remedies=("calls",),
     translations={"zh": "梯度奇异", "ko": "발산하는 미분"},
 )

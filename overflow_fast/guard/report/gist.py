@@ -25,6 +25,7 @@ from .findings import Findings
 from .op import Op
 
 BETWEEN = "between backward and the optimizer's step"
+_LEFT_OUT = "the forward leaves it out, and its gradient is not finite"
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
 _LONGEST_REASON = 150  # characters; a longer clause ends at its first colon
 
@@ -54,7 +55,7 @@ def gist_of(found: Findings) -> str:
         lost="" if found.lost_by is None else _named_at(found.lost_by),
         change="" if found.lost_by is None else _change_text(found.lost_by),
         outside=_outside_text(op),
-        seen=", left out of the forward, not of backward" * found.is_seen_in_backward,
+        slope=_LEFT_OUT if found.is_seen_in_backward else "a singular gradient",
         reason=f": {clause}" if (clause := parted(found.stated)[0]) else "",
     )
     text = capitalized(text) if text.startswith("the ") else text
@@ -96,7 +97,8 @@ def expression_of(op: Op) -> str:
 
 def _call_text(op: Op) -> str:
     expression = expression_of(op)
-    is_short = 0 < len(expression) <= _LONGEST_CALL and "`" not in expression
+    is_whole = "`" not in expression and expression.count("(") == expression.count(")")
+    is_short = is_whole and 0 < len(expression) <= _LONGEST_CALL
     name = spoken_name(op.name)
     if is_short:  # which may call a module whose code runs the operation
         name = f"`{expression}`" if name in expression else f"{name} in `{expression}`"

@@ -233,3 +233,13 @@ def test_a_whole_explanation_leaves_no_sentence_out():
     text = str(found)
     assert all(each in text for each in [*evidence, *notes])
     assert "not tried that raised: the replay raised ValueError" in text
+
+
+def test_a_call_that_is_written_over_several_lines_is_named_by_its_operation():
+    # fmt: off
+    found = explain(nn.Linear(2, 1), torch.full((3, 2), 1e4), lambda y: torch.exp(
+        y.square() + 1e3
+    ).sum())
+    # fmt: on
+    assert found.cause == "range overflow", found
+    assert "`torch.exp(`" not in str(found) and "exp at " in str(found).splitlines()[0]

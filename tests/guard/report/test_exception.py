@@ -160,6 +160,19 @@ def test_the_text_ends_with_the_remedy(num_notes, as_kept):
     assert str(report).endswith("\n".join(lines[-2:])) and repr(report) == str(report)
 
 
+@pytest.mark.parametrize("num_lines", [1, 2, 3])
+@pytest.mark.explains
+def test_what_is_new_is_in_the_text_rather_than_the_line_that_failed(num_lines):
+    code = "\n".join(["x = x.double()"] * num_lines)
+    remedy = Remedy("float64", code, is_finite=True, loss=1.5)
+    lines = str(NonFiniteError(explained([remedy], news="`x` is up to 400"))).split(
+        "\n"
+    )
+    assert any(each.startswith("new ") for each in lines) and len(lines) <= 7
+    assert sum("x.double()" in each for each in lines) == num_lines
+    assert any(each.startswith("code ") for each in lines) == (num_lines < 3)
+
+
 @pytest.mark.explains
 def test_one_cause_has_one_name():
     op = Op("aten.mul.Tensor", outputs=[])
