@@ -21,8 +21,8 @@ class HeldValues {
  public:
   // Values that are as small as this, of one dimension at most, are listed: counters, such as the
   // length of a cache.
-  HeldValues(const py::tuple& values, int64_t small) : small_(small) {
-    for (const py::handle each : values) waiting_.push_back(each.ptr());
+  HeldValues(const py::sequence& values, int64_t small) : small_(small) {
+    for (const py::object each : values) waiting_.push_back(each.ptr());
     while (!waiting_.empty()) {
       PyObject* const value = waiting_.front();
       waiting_.pop_front();
@@ -30,7 +30,11 @@ class HeldValues {
     }
   }
 
-  py::tuple result() const { return py::make_tuple(contents_, tensors_, versions_, counters_); }
+  py::list containers() const { return containers_; }
+  py::list items() const { return items_; }
+  py::list tensors() const { return tensors_; }
+  py::list versions() const { return versions_; }
+  py::list counters() const { return counters_; }
 
  private:
   void visit(PyObject* value) {
@@ -72,7 +76,8 @@ class HeldValues {
   void hold(PyObject* container, PyObject* copied) {
     const auto items = py::reinterpret_steal<py::object>(copied);
     if (!items) throw py::error_already_set();
-    contents_.append(py::make_tuple(py::handle(container), items));
+    containers_.append(py::handle(container));
+    items_.append(items);
     if (PyList_Check(items.ptr())) return wait_for(items.ptr());
     PyObject *key, *value;
     Py_ssize_t position = 0;
@@ -88,15 +93,19 @@ class HeldValues {
   std::deque<PyObject*> waiting_;  // what holds them is held
   Opened opened_;
   size_t num_opened_ = 0;
-  py::list contents_, tensors_, versions_, counters_;
+  py::list containers_, items_, tensors_, versions_, counters_;
 };
 
 }  // namespace
 
 void bind_held_values(py::module_& m) {
-  m.def("held_values", [](const py::tuple& values, int64_t small) {
-    return HeldValues(values, small).result();
-  });
+  py::class_<HeldValues>(m, "HeldValues")
+      .def(py::init<const py::sequence&, int64_t>(), py::arg("values"), py::arg("small"))
+      .def_property_readonly("containers", &HeldValues::containers)
+      .def_property_readonly("items", &HeldValues::items)
+      .def_property_readonly("tensors", &HeldValues::tensors)
+      .def_property_readonly("versions", &HeldValues::versions)
+      .def_property_readonly("counters", &HeldValues::counters);
 }
 
 }  // namespace overflow_fast

@@ -62,10 +62,10 @@ class HeldCall:
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
         values = (*self.args, *self.kwargs.values())
-        self._contents, self._tensors, self._versions, small = _C.held_values(
-            values, _SMALL
-        )
-        self.counters: _Pairs = [(each, each.clone()) for each in small]
+        found = _C.HeldValues(values, _SMALL)
+        self._containers, self._items = found.containers, found.items
+        self._tensors, self._versions = found.tensors, found.versions
+        self.counters: _Pairs = [(each, each.clone()) for each in found.counters]
         rows, columns = self._size_of_ids()
         self.num_tokens, self.has_one_token = rows * columns, columns == 1
 
@@ -147,9 +147,9 @@ class HeldCall:
 
     def _kept(self, others: Mapping[int, torch.Tensor]) -> KeptCall:
         """The call with the arguments as they were, and with other tensors, by ids."""
-        now = [(each, _items_of(each)) for each, _ in self._contents]
+        now = list(map(_items_of, self._containers))
         try:
-            for container, items in self._contents:
+            for container, items in zip(self._containers, self._items, strict=True):
                 _fill(container, items)
             batch = mapped(
                 (self.args, self.kwargs),
@@ -159,7 +159,7 @@ class HeldCall:
                 has_empty=True,
             )
         finally:
-            for container, items in now:
+            for container, items in zip(self._containers, now, strict=True):
                 _fill(container, items)
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward, call.has_autograd = False, self.has_autograd
