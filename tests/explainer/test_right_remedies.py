@@ -987,3 +987,15 @@ def test_the_step_in_float64_draws_the_numbers_of_the_step(drawn):
 
     first = explain(model, x, loss_of).remedies[0]
     assert first.is_right and first.true_loss == pytest.approx(first.loss, rel=1e-6)
+
+
+def test_a_sum_of_scores_that_is_0_is_at_least_1(as_kept):
+    model, scores = nn.Linear(2, 1), [torch.rand(4) for _ in range(3)]
+    scores.append(torch.zeros(4))  # nothing in the last batch
+
+    def loss_of(model, x):
+        own = scores.pop(0) if len(scores) > 1 else scores[0]
+        return F.softplus(model(x)).sum() / own.sum()
+
+    first = stopped(model, loss_of, [torch.ones(4, 2)] * 4).remedies[0]
+    as_kept(first.text, first.code)

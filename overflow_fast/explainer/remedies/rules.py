@@ -101,7 +101,11 @@ class Rule:
         """True if what it clamps in place of a call has a gradient."""
         has_gradient = any(value.requires_grad for value in call.inputs)
         is_clamp = re.search(r"\b[xy](\.abs\(\))?\.clamp\(|CALL\(\)\.clamp", self.new)
-        return has_gradient and is_clamp is not None and self.when is not _counts
+        return (
+            has_gradient
+            and is_clamp is not None
+            and self.when not in (_counts, _is_by_sum)
+        )
 
 
 def is_count(of: Any) -> bool:
@@ -118,6 +122,11 @@ def is_count(of: Any) -> bool:
 
 def _counts(call: TorchCall) -> bool:
     return is_count(call.operands[1])
+
+
+def _is_by_sum(call: TorchCall) -> bool:
+    by = call.operands[1]
+    return isinstance(by, Value) and by.call is not None and by.call.name == "sum"
 
 
 def _is_by_number(call: TorchCall) -> bool:
@@ -285,6 +294,7 @@ GUARDS = _rules(
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
     ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
     ("y / x", "y / (x + EPS)", _TO_DIVISOR),
+    ("y / x", "y / x.clamp(min=1)", "divide by a sum of at least 1", _is_by_sum),
     ("reciprocal(x)", "1 / where(x == 0, N, x)", _BY_SIZE),
     ("reciprocal(x)", "1 / where(x == 0, EPS, x)", _AT_ZERO),
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
