@@ -6,10 +6,7 @@ Time is what the thread computes, whatever else a busy machine does meanwhile.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .replayer import Replayer
+from typing import Protocol
 
 # By the clock it may take so many times as long as by the time of the thread: what
 # waits for a lock or for other ranks ends, too. Chosen, not measured.
@@ -44,11 +41,17 @@ STEP_TIMES = 4.0
 LEAST_SECONDS = 5.0
 
 
+class Running(Protocol):
+    """What runs a step, and counts the forwards."""
+
+    num_forwards: int
+
+
 class Budget:
     """The forwards that may be run, and how long this thread may compute meanwhile.
 
     Args:
-        replayer: Runs the step, and counts the forwards.
+        replayer: Runs the step.
         num_forwards: How many may be run from now on.
 
     Attributes:
@@ -57,7 +60,7 @@ class Budget:
     """
 
     def __init__(
-        self, replayer: Replayer, num_forwards: int, step_seconds: float = 0.0
+        self, replayer: Running, num_forwards: int, step_seconds: float = 0.0
     ) -> None:
         self._replayer, self._spent = replayer, SpentTime()
         self.most = replayer.num_forwards + num_forwards

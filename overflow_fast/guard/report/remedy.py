@@ -277,14 +277,8 @@ class Remedy:
     def place(self) -> str:
         """The files and the lines that it changes, or "" where it changes none."""
         parts = self.parts or (self,)
-        places = " and ".join(dict.fromkeys(filter(None, (e._lines for e in parts))))
+        places = " and ".join(dict.fromkeys(filter(None, map(_lines_of, parts))))
         return places + ", installed" * any(installed_name(e.file) for e in parts)
-
-    @property
-    def _lines(self) -> str:
-        lines = f"{self.line}-{self.last_line}"
-        lines = lines if self.last_line > self.line else f"{self.line}"
-        return f"{short_name(self.file)}:{lines}" if self.file else ""
 
     def _error_text(self) -> str:
         if not self.misses or self.true_loss is None or self.loss is None:
@@ -298,3 +292,10 @@ class Remedy:
         if self.misses == "gradients":
             return f", gradients {by} off the true ones"
         return f", {by} off the true {self.true_loss:.4g}"
+
+
+def _lines_of(remedy: Remedy) -> str:
+    lines = f"{remedy.line}"
+    if remedy.last_line > remedy.line:
+        lines = f"{remedy.line}-{remedy.last_line}"
+    return f"{short_name(remedy.file)}:{lines}" if remedy.file else ""
