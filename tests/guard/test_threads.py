@@ -10,6 +10,7 @@ from torch import nn
 from overflow_fast import _C, NonFiniteError, OverflowGuard
 from overflow_fast.detector import steps
 from overflow_fast.detector.hooks import threads_in
+from overflow_fast.guard.watching.unjudged_frames import UnjudgedFrames
 
 NUM_THREADS, NUM_FORWARDS = 6, 12
 
@@ -324,3 +325,18 @@ def test_a_replay_ends_no_forward_that_is_left_out():
             assert not watch.resumes("before_root", model)
         assert watch._strays == {thread}
         assert watch.resumes("before_root", model) and not watch._strays
+
+
+def test_a_note_of_weights_that_comes_late_is_of_no_call(monkeypatch):
+    """As where another thread has listed a call between weights and their note."""
+
+    def note(frames, batch):
+        for order in range(1, 20):
+            frames._evaluated_weights[_C.Recorder.num_frames() + order] = batch
+
+    monkeypatch.setattr(UnjudgedFrames, "note_evaluated_weights", note)
+    model, x = Net(8).eval(), torch.full((3, 8), float("-inf"))
+    with OverflowGuard(model), torch.no_grad():
+        for _ in range(3):
+            with pytest.raises(NonFiniteError):
+                model(x)

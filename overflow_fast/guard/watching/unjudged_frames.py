@@ -76,8 +76,8 @@ class UnjudgedFrames:
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
         """Notes that a batch ran without autograd, which is judged within."""
+        self._ending.add(batch)  # first: another thread takes what nobody judges
         self.note_evaluation(batch)
-        self._ending.add(batch)
         try:
             yield
         finally:
@@ -140,14 +140,20 @@ class UnjudgedFrames:
         """Takes the bad frames of forwards of some batches, which are judged alone."""
         return self._take(
             lambda frame: (
-                (frame.batch in batches and frame.kind in _OF_CALLS)
-                or self._evaluated_weights.get(frame.order) in batches
+                self.batch_of(frame) in batches
+                and (frame.kind in _OF_CALLS or frame.order in self._evaluated_weights)
             )
         )
 
     def batch_of(self, frame: _C.Frame) -> int:
-        """The batch of a frame of a forward that ran without autograd."""
-        return self._evaluated_weights.get(frame.order, frame.batch)
+        """The batch of a frame of a forward that ran without autograd.
+
+        That of weights was noted. Another thread may have listed a call by then, and
+        the note is of that one.
+        """
+        is_of_call = frame.kind in _OF_CALLS
+        batch = None if is_of_call else self._evaluated_weights.get(frame.order)
+        return frame.batch if batch is None else batch
 
     def end_request(self) -> None:
         """Forgets what belongs to a request that was judged."""
@@ -155,9 +161,10 @@ class UnjudgedFrames:
         self._recorder.forget_calls(True)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
-        is_forward = frame.kind in (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED)
-        is_in_one = is_forward and frame.batch in self._evaluations
-        return is_in_one or frame.order in self._evaluated_weights
+        if frame.kind in _OF_CALLS:
+            is_backward = frame.kind == _C.FrameKind.BACKWARD
+            return not is_backward and frame.batch in self._evaluations
+        return frame.order in self._evaluated_weights
 
     def _take(self, is_wanted: Callable[[_C.Frame], bool]) -> list[_C.Frame]:
         with self._lock:  # threads may end forwards at once
