@@ -42,7 +42,7 @@ LEAST_SECONDS = 5.0
 
 
 class Running(Protocol):
-    """What runs a step, and counts the forwards."""
+    """A replayer, as far as a budget goes: it counts the forwards that it runs."""
 
     num_forwards: int
 
