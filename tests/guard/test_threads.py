@@ -340,3 +340,38 @@ def test_a_note_of_weights_that_comes_late_is_of_no_call(monkeypatch):
         for _ in range(3):
             with pytest.raises(NonFiniteError):
                 model(x)
+
+
+class Relayed:
+    """A recorder, one function of which is another."""
+
+    def __init__(self, recorder, record_output):
+        self._recorder, self._function = recorder, record_output
+
+    def __getattr__(self, name):
+        return getattr(self._recorder, name)
+
+    def record_output(self, *given):
+        return self._function(self._recorder, *given)
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_no_other_thread_takes_what_an_output_has_just_shown(monkeypatch, is_recorded):
+    """As a forward does that an exception has left: it takes what nobody judges."""
+    record = _C.Recorder.record_output
+    model, x = Net(8).eval(), torch.full((3, 8), float("-inf"))
+
+    def record_output(recorder, batch, *named):
+        found = record(recorder, batch, *named)
+        watch.frames.take_evaluated(batch - 100)
+        return found
+
+    guard = OverflowGuard(model, watch="tripwire", explain=False)
+    watch = guard._parts.watches[0]
+    monkeypatch.setattr(watch, "recorder", Relayed(watch.recorder, record_output))
+    with guard, torch.no_grad(), pytest.raises(NonFiniteError):
+        if is_recorded:
+            with guard.request():
+                guard.record(found=x)
+        else:
+            model(x)

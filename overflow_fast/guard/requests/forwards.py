@@ -272,10 +272,10 @@ class Forwards:
     def _end_alone(self, watch: ModelWatch, output: Any) -> None:
         self.end(output)
         batch, is_held = watch.own_batch(), self._now.call is not None
-        if is_held and watch.recorder.record_output(batch, *_named_outputs(output)):
-            self._on_finite(watch, batch)
-            return
-        with watch.frames.evaluated(batch):
+        with watch.frames.evaluated(batch):  # no other thread takes what is bad in it
+            if is_held and watch.recorder.record_output(batch, *_named_outputs(output)):
+                self._on_finite(watch, batch)
+                return
             watch.frames.send()
             self._on_ended(watch, batch)
 

@@ -245,7 +245,8 @@ class Requests:
         found = {name: each for name, each in named.items() if each.numel()}
         if found and not (_C.is_unwatched() or request.is_left_out):
             batch = watch.own_batch()
-            watch.recorder.record_output(batch, list(found), list(found.values()))
+            with watch.frames.evaluated(batch):
+                watch.recorder.record_output(batch, list(found), list(found.values()))
             request.add(watch, batch, None)
             request.output = found
             watch.frames.send()

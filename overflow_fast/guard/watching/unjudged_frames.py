@@ -76,19 +76,15 @@ class UnjudgedFrames:
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
         """Notes that a batch ran without autograd, which is judged within."""
-        self._ending.add(batch)  # first: another thread takes what nobody judges
-        self.note_evaluation(batch)
+        with self._lock:
+            self._ending.add(batch)
+            if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing else runs
+                self._forget_evaluations(batch)
+            self._evaluations.add(batch)
         try:
             yield
         finally:
             self._ending.discard(batch)
-
-    def note_evaluation(self, batch: int) -> None:
-        """Notes that a batch runs without autograd."""
-        with self._lock:
-            if len(self._evaluations) > 4 * MAX_IN_FLIGHT:  # nothing else runs
-                self._forget_evaluations(batch)
-            self._evaluations.add(batch)
 
     def note_evaluated_weights(self, batch: int) -> None:
         """Notes that the last frame lists the weights of such a batch."""

@@ -261,9 +261,7 @@ class ModelWatch(StepHooks):
         No other thread's frames are of it.
         """
         root = self._roots.get(get_ident())
-        batch = self.pass_batch() if root is None else root.batch
-        self.frames.note_evaluation(batch)
-        return batch
+        return self.pass_batch() if root is None else root.batch
 
     @property
     def evaluated(self) -> object:
