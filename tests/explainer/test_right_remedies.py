@@ -974,6 +974,7 @@ def test_a_replay_takes_no_other_scalar_for_the_loss():
     [
         lambda x: torch.rand(x.shape, dtype=x.dtype),
         lambda x: torch.distributions.Uniform(x - x, x - x + 1).sample(),
+        lambda x: torch.rand(x.shape, dtype=torch.complex(x, x).dtype).real,
         lambda x: torch.rand_like(x),
         lambda x: x.new_empty(x.shape).uniform_(),
     ],

@@ -79,9 +79,8 @@ class _Widening(TorchCalls):
         """A call that draws numbers, in the dtype that the program draws them in."""
         dtype = next(self._drawn)
         if not tensors_among((args, kwargs)):
-            asked = kwargs.get("dtype")  # it may be that of a tensor
-            is_wide = asked is not None and asked.is_floating_point
-            return func(*args, **kwargs | ({"dtype": dtype} if is_wide else {}))
+            has_dtype = kwargs.get("dtype") is not None  # it may be that of a tensor
+            return func(*args, **kwargs | ({"dtype": dtype} if has_dtype else {}))
 
         def narrowed(each: Any) -> Any:
             is_float = isinstance(each, torch.Tensor) and each.is_floating_point()
@@ -105,7 +104,13 @@ def in_float64(table: OpTable) -> InFloat64 | None:
     own = [call for call in table.torch_calls if has(call.name, "random")]
     if not drawing <= set(own):  # within a larger call, or none of the program's
         return None
-    return InFloat64(drawn=tuple(call.dtype for call in own))
+    return InFloat64(drawn=tuple(map(_drawn_in, own)))
+
+
+def _drawn_in(call: TorchCall) -> torch.dtype:
+    """The dtype that a call draws numbers in; without tensors that of its result."""
+    is_given = call.inputs or not call.results
+    return call.dtype if is_given else call.results[0].dtype
 
 
 # What a remedy comes to beside it.
