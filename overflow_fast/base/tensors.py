@@ -126,9 +126,9 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
     return begin * tensor.itemsize, end * tensor.itemsize
 
 
+HALF = (torch.float16, torch.bfloat16)
 # The types whose operations are torch's own; an `nn.Buffer` is a plain tensor.
 PLAIN = (torch.Tensor, nn.Parameter)
-HALF = (torch.float16, torch.bfloat16)
 
 
 def are_plain(tensors: Iterable[torch.Tensor]) -> bool:
