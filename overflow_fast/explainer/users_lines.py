@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import os
 import sys
@@ -73,10 +74,9 @@ class Site(NamedTuple):
         """Where its call stands in the file; None if Python does not tell."""
         if not hasattr(self.code, "co_positions"):
             return None
-        positions = list(self.code.co_positions())
-        place = self.instruction // 2
-        found = positions[place] if 0 <= place < len(positions) else (None,) * 4
-        first, last, begin, end = found
+        place = max(0, self.instruction // 2)
+        here = itertools.islice(self.code.co_positions(), place, None)
+        first, last, begin, end = next(here, (None,) * 4)
         if first is None or last is None or begin is None or end is None:
             return None
         return first, last, begin, end

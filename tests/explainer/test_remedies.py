@@ -4,6 +4,7 @@ import importlib
 import math
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -572,6 +573,22 @@ def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept
     assert cast.is_right
     as_kept(cast.text)
     assert ".clamp(-65504, 65504)" in clamp.code and clamp.misses == "loss"
+
+
+def test_of_a_loop_the_texts_of_its_first_turns_are_compared(tmp_path, monkeypatch):
+    code = "sum((x * w).half().square().float().mean() for _ in range(200))"
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    begun, begin = [], written.Writer.__init__
+
+    def counted(self, root, calls):
+        begun.append(root)
+        begin(self, root, calls)
+
+    monkeypatch.setattr(written.Writer, "__init__", counted)
+    found = explained(module.loss_of, torch.full((3, 2), 1e3))
+    assert any(each.is_right and each.code for each in found.remedies)
+    turns = Counter(call.key for call in begun)
+    assert turns and max(turns.values()) < 2 * 200
 
 
 # Data and weights.

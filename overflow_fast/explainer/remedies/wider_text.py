@@ -14,7 +14,7 @@ from ..wider import CAST_METHODS
 from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
 from .source import NOT_WRITTEN, Edit, NotWrittenError
-from .written import Writer, short_text
+from .written import Writer, first_turns, short_text
 
 
 def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]:
@@ -29,7 +29,10 @@ def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]
     """
     found: dict[object, tuple[Edit, ...]] = {}
     root: TorchCall | None = None
+    written = {*first_turns(calls)}
     for call, is_end, casts in _changed(change, calls):
+        if call not in written:
+            continue
         root = call if call.key in change.roots else root
         edits = _edits(change, call, is_end, casts, root, calls)
         if found.setdefault(call.key, edits) != edits:
@@ -42,7 +45,7 @@ def has_text(
 ) -> bool:
     """True if the first calls can be written in a wider dtype."""
     try:
-        for root in roots:
+        for root in first_turns(roots):
             casts = _casts_of(change, root, True, set())
             _edits(change, root, False, casts, root, calls)
     except NOT_WRITTEN:
@@ -148,7 +151,7 @@ def _cast_back(
 def wider_text(change: InWider, calls: Sequence[TorchCall]) -> str:
     """The calls that are computed in a wider dtype, up to which line, in words."""
     wide, narrow = dtype_name(change.wide), dtype_name(change.narrow)
-    roots = [call for call in calls if call.key in change.roots]
+    roots = [*first_turns(call for call in calls if call.key in change.roots)]
     if all(root.name == "to" for root in roots):
         return f"cast to {wide} instead of {narrow}"
     texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)

@@ -15,7 +15,8 @@ import functools
 import inspect
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch
 from ...base.text import installed_name, is_of_program
 from ...base.torch_ops import has, op_of
 from ..syntax import expression_of
-from ..torch_calls import SAME, TorchCall, Value
+from ..torch_calls import SAME, Key, TorchCall, Value
 from ..users_lines import Site
 from .edited_lines import inner_place
 from .patterns import Found, Input, parsed
@@ -54,7 +55,7 @@ def rule_edits(
     Raises:
         NotWrittenError: If it has no text, or another one in each turn of a loop.
     """
-    alike = [call for call in calls if call.key == root.key][:_MOST_TURNS]
+    alike = [*first_turns(call for call in calls if call.key == root.key)]
     found = [found_of(call) for call in alike]
     if not all(found):
         raise NotWrittenError("it differs from one turn of a loop to another")
@@ -63,6 +64,15 @@ def rule_edits(
     if any(each != texts[0] for each in texts):
         raise NotWrittenError("it reads values of earlier turns of a loop")
     return texts[0]
+
+
+def first_turns(calls: Iterable[TorchCall]) -> Iterator[TorchCall]:
+    """Yields calls, and of each key those of the first turns of a loop alone."""
+    turns = Counter[Key]()
+    for call in calls:
+        turns[call.key] += 1
+        if turns[call.key] <= _MOST_TURNS:
+            yield call
 
 
 _IS_CALL = re.compile(r"CALL\([^()]*\)")
@@ -202,8 +212,8 @@ class Writer(ast.NodeTransformer):
     def _pure(self) -> set[ast.AST]:
         """The expressions of torch calls that return the same each time."""
         own = [c for c in self._calls if c.sites[0].code is self._site.code]
-        sites = {c.sites[0] for c in own if not has(c.name, "random")}
-        return {node_at(site) for site in sites}
+        alike = [c.sites[0] for c in own if not has(c.name, "random")]
+        return {node_at(site) for site in {s.instruction: s for s in alike}.values()}
 
     # What the names of an expression stand for.
 
