@@ -26,20 +26,19 @@ class CallGrowth:
     Attributes:
         factor: By how much the largest magnitude grows with each call.
         total: By how much it has grown in all.
-        number: How many calls there were before the one that overflowed.
-        first: The number of the call since which it grows, from 1 on.
+        num_calls: How many calls it grew over, before the one that overflowed.
         unit: "call" or "module".
         since: The name of the module since which it grows; "" for calls.
         is_backward: True of the derivatives of calls.
-        modules: The names of the modules that make such calls, each once.
+        modules: The names of the modules whose operations lie between such calls, each
+            once.
         before: The operation that grew, where it is another one than that which
             overflowed; else None.
     """
 
     factor: float
     total: float
-    number: int
-    first: int
+    num_calls: int
     unit: str
     since: str
     is_backward: bool
@@ -55,7 +54,7 @@ class CallGrowth:
     def text(self) -> str:
         """The growth in words."""
         factor = f"grew by a factor of {self.factor:.3g} a {self.unit}"
-        num = self.number - self.first + 1
+        num = self.num_calls
         if self.unit == "module":
             since = f"from {self.since} on"
             return f"the largest gradient {factor} over {num} modules, {since}"
@@ -66,10 +65,7 @@ class CallGrowth:
             return (
                 f"the largest gradient {factor} back through {num} calls at this line"
             )
-        return (
-            f"it is call {self.number + 1} at this line, and the largest result "
-            f"{factor} since call {self.first}"
-        )
+        return f"the largest result {factor} over the {num} calls before at this line"
 
 
 def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
@@ -84,10 +80,9 @@ def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
         where there is none by an almost constant factor.
     """
     calls = _calls_like(op, ops)
-    found = _trend(calls[: calls.index(op)], calls, "call")
+    found = _trend(calls[: calls.index(op)], op, ops, "call")
     if found is None and op.in_backward:
-        largest = _of_modules(op, ops)
-        return _trend(largest, [*largest, op], "module")
+        return _trend(_of_modules(op, ops), op, ops, "module")
     return found or _growth_before(op, ops)
 
 
@@ -99,7 +94,7 @@ def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
             return None
         op = max(given, key=lambda each: each.abs_max or 0.0)
         calls = _calls_like(op, ops)
-        found = _trend(calls[: calls.index(op) + 1], calls, "call")
+        found = _trend(calls[: calls.index(op) + 1], op, ops, "call")
         if found is not None and EXPLODING.is_passed(found.total, 1.0):
             return replace(found, before=op)
     return None
@@ -150,9 +145,9 @@ def _line_of(op: OpCall) -> tuple[object, int] | None:
 
 
 def _trend(
-    before: Sequence[OpCall], calls: Sequence[OpCall], unit: str
+    before: Sequence[OpCall], last: OpCall, ops: Sequence[OpCall], unit: str
 ) -> CallGrowth | None:
-    """The growth of the calls before an overflow, out of all calls."""
+    """The growth of the calls before an overflow, up to the last one of all."""
     sizes = [each.abs_max or 0.0 for each in before]
     logs = [math.log(s) if 0 < s < math.inf else None for s in sizes]
     starts = range(max(0, len(logs) - _MOST_CALLS), len(logs))
@@ -165,9 +160,10 @@ def _trend(
     if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
         return None
     since = before[first].owner if unit == "module" else ""
+    between = ops[before[first].index : last.index + 1]
     return CallGrowth(
-        *(factor, total, len(before), first + 1, unit, since, before[0].in_backward),
-        modules=tuple(dict.fromkeys(each.owner for each in calls)),
+        *(factor, total, len(before) - first, unit, since, before[0].in_backward),
+        modules=tuple(dict.fromkeys(each.owner for each in between)),
     )
 
 

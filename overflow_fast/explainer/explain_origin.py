@@ -187,12 +187,11 @@ def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:
     """Adds how results grew up to an overflow; of gradients it is the cause."""
     if growth is None:
         return
-    if not growth.explodes:
-        found.evidence.append(growth.text)
-        return
-    found.cause, found.reason = causes.GRADIENT_EXPLOSION.name, growth.text
-    tell_float64(found)
-    found.notes.append(notes.NOT_CLIPPED)
+    found.reason = growth.text
+    if growth.explodes:
+        found.cause = causes.GRADIENT_EXPLOSION.name
+        tell_float64(found)
+        found.notes.append(notes.NOT_CLIPPED)
 
 
 def tell_float64(found: Explanation) -> None:

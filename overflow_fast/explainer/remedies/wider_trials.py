@@ -48,7 +48,7 @@ def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> At
             written.
     """
     roots, narrow = failure.failing_calls, failure.half or torch.float32
-    if narrow is torch.float32 and not _may_be_float64(roots, trials):
+    if narrow is torch.float32 and not _may_be_float64(failure, trials):
         return
     failing = {call.key for call in roots}
     for depth in range(1 if in_words else _MOST_BACK + 1):
@@ -66,7 +66,10 @@ def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> At
         roots = list(dict.fromkeys(filter(None, made))) or (roots if depth else [])
 
 
-def _may_be_float64(roots: Sequence[TorchCall], trials: Trials) -> bool:
+def _may_be_float64(failure: Failure, trials: Trials) -> bool:
+    roots = failure.failing_calls
+    if failure.growth is not None:
+        return False  # with each call: beyond float64's maximum, too, some calls later
     is_of_mps = any(e.device.type == "mps" for call in roots for e in call.inputs)
     is_cast = any(call.name == "to" for call in roots)
     is_held = trials.truth is not None and trials.truth.fits(torch.float32)

@@ -57,7 +57,7 @@ that of bfloat16 and float32 3.4e38. Use a wider dtype for that module
 ([`keep_in_fp32`](guides/precision.md#parts-of-a-model-in-float32)), change the order of
 operations so that numbers stay small, or bound the argument of an `exp`.""",
     sections=("float16: a value is too large", "Adam in float16"),
-    gist="{call} overflowed {dtype}{size}",
+    gist="{call} overflowed {dtype}{size}{reason}",
     remedies=("calls",),
     is_overflow=True,
     translations={"zh": "上溢", "ko": "오버플로"},

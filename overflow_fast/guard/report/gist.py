@@ -161,7 +161,7 @@ def _size_text(op: Op) -> str:
         return ""
     if abs(op.true_value) <= op.limit:
         result = number_by(op.true_value, op.limit)
-        return f" in an intermediate value: its result, {result} in float64, fits"
+        return f" in an intermediate value (its result, {result} in float64, fits)"
     if abs(op.true_value) == float("inf"):
         return ", and float64 as well"
     true = number_by(op.true_value, op.limit)
