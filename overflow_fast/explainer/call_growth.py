@@ -80,7 +80,7 @@ def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
         where there is none by an almost constant factor.
     """
     calls = _calls_like(op, ops)
-    found = _trend(calls[: calls.index(op)], op, ops, "call")
+    found = _trend(calls[: calls.index(op)], calls[-1], ops, "call")
     if found is None and op.in_backward:
         return _trend(_of_modules(op, ops), op, ops, "module")
     return found or _growth_before(op, ops)
@@ -94,7 +94,7 @@ def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
             return None
         op = max(given, key=lambda each: each.abs_max or 0.0)
         calls = _calls_like(op, ops)
-        found = _trend(calls[: calls.index(op) + 1], op, ops, "call")
+        found = _trend(calls[: calls.index(op) + 1], calls[-1], ops, "call")
         if found is not None and EXPLODING.is_passed(found.total, 1.0):
             return replace(found, before=op)
     return None
