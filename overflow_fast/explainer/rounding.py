@@ -5,9 +5,10 @@ are run in float64, from one of them on: if the result is finite from one on and
 from the next on, the first of the two is where the value was lost.
 
 First the nearest of them alone, while they are small, which takes less. Where the
-result stays undefined, all that are held, in two cases: it depends on no others, so
-that it can be said of a wider dtype; or it is finite with other numbers in place of
-those that the nearest ones read, which were made before. Else these do not matter.
+result stays undefined, ever more, up to all that are held, in two cases: it depends on
+no others, so that it can be said of a wider dtype; or it is finite with other numbers
+in place of those that the nearest ones read, which were made before. Else these do not
+matter. TimeoutError is raised once the budget has no time left.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
+from .budget import Budget
 from .float64 import Float64Run, impossible
 from .halving import Halving
 from .memory import Contents, TapedTensor
@@ -35,6 +37,7 @@ from .users_lines import op_at
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
 _NEAREST = 12
+_TIMES_MORE = 8  # of a loop, which puts thousands between, few runs take all; chosen
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
 
 NO_HELP = "; a wider dtype would not help"
@@ -88,14 +91,15 @@ class _Undefined:
 
     Args:
         ops: The operations.
+        budget: How long they may run.
 
     Attributes:
         ops: The same.
         index: The place of the number, which is not finite; None if all are.
     """
 
-    def __init__(self, ops: Sequence[OpCall]) -> None:
-        self.ops = ops
+    def __init__(self, ops: Sequence[OpCall], budget: Budget) -> None:
+        self.ops, self._budget = ops, budget
         bad = [e for e in ops[-1].results if not bool(e.value.isfinite().all())]
         read = [each.value for each in ops[-1].given.values()]
         places = new_places(bad[0].value, read) if bad else None
@@ -104,6 +108,8 @@ class _Undefined:
 
     def run(self, first: int = 0, *how: Any) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
+        if not self._budget.has_time:
+            raise TimeoutError
         return Float64Run(*how).run(self.ops[first:])
 
     def run_alone(self, place: int) -> Float64Run:
@@ -122,10 +128,10 @@ class _Undefined:
         return math.isfinite(self.of(self.run(*how)))
 
 
-def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
-    """Yields the last of some operations to run: those of few elements, then all.
+def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[OpCall]]:
+    """Yields the last of some operations to run: those of few elements, then more.
 
-    All are yielded where they may tell more than the nearest; see above.
+    More are yielded where they may tell more than the nearest; see above.
     """
     num, numel, seen = 0, 0, set[Contents]()
     for op in reversed(ops[-_NEAREST:]):
@@ -134,12 +140,13 @@ def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
         if numel > _CHEAP:
             break
         num, seen = num + 1, seen | new
-    if 0 < num < len(ops):
+    while 0 < num < len(ops):
         yield (near := ops[-num:])
-        undefined = _Undefined([each for each in near if each.is_held])
+        undefined = _Undefined([each for each in near if each.is_held], budget)
         others = (undefined.is_finite(0, (), times) for times in _OTHER_NUMBERS)
         if not (_read_of(ops) <= {*ops} or any(others)):
             return
+        num *= _TIMES_MORE
     yield ops
 
 
@@ -152,11 +159,12 @@ def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:
     return {each for op in ops for each in op.read_from}
 
 
-def lost_value(ops: Sequence[OpCall]) -> Lost | None:
+def lost_value(ops: Sequence[OpCall], budget: Budget) -> Lost | None:
     """Finds which operation's rounding made the last of some operations undefined.
 
     Args:
         ops: The operations, as a table of operations holds them.
+        budget: How long they may run.
 
     Returns:
         None if it is not known.
@@ -164,7 +172,7 @@ def lost_value(ops: Sequence[OpCall]) -> Lost | None:
     held = [each for each in ops if each.is_held]
     if not held or held[-1] is not ops[-1]:
         return None
-    ops, undefined = held, _Undefined(held)
+    ops, undefined = held, _Undefined(held, budget)
     if undefined.index is None:
         return None
     run = undefined.run()
@@ -214,13 +222,16 @@ def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
     # Nearly always there are some, such as masked attention, and it is none of them.
     if not suspects or not undefined.is_finite(0, suspects):
         return lost
-    for op in suspects:
-        value = undefined.of(undefined.run(0, [op]))
-        if math.isfinite(value):
-            dtype = dtype_name(op.results[0].dtype)
-            found = replace(lost, value=value, op=op, is_beyond=True)
-            return replace(found, own=impossible(op)[0], dtype=dtype)
-    return lost
+    search = Halving(len(suspects))  # for the last one without which it is not finite
+    for half in search:
+        search.note(undefined.is_finite(0, suspects[: half.stop]))
+    op = suspects[search.place]
+    value = undefined.of(undefined.run(0, [op]))
+    if not math.isfinite(value):
+        return lost
+    dtype = dtype_name(op.results[0].dtype)
+    found = replace(lost, value=value, op=op, is_beyond=True)
+    return replace(found, own=impossible(op)[0], dtype=dtype)
 
 
 def _lost_at(undefined: _Undefined, place: int, lost: Lost) -> Lost | None:

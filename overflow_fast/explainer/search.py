@@ -343,13 +343,13 @@ class Search:
 
         lost = None
         with no_dispatch(), torch.no_grad():
-            for some in nearest_first(ops):
-                if not self.budget.has_time:
-                    found.notes.append(notes.NOT_LOOKED_BACK)
-                    break
-                lost = lost_value(some) or lost
-                if lost is None or lost.op is not None:
-                    break
+            try:
+                for some in nearest_first(ops, self.budget):
+                    lost = lost_value(some, self.budget) or lost
+                    if lost is None or lost.op is not None:
+                        break
+            except TimeoutError:
+                found.notes.append(notes.NOT_LOOKED_BACK)
         if lost is not None:
             explain_lost(lost, found)
             self._lost = lost.op

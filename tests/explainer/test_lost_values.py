@@ -428,12 +428,35 @@ FAR = {
 }
 
 
+@pytest.fixture
+def few_held(monkeypatch):
+    """Fewer operations are held than a loop runs."""
+    monkeypatch.setattr("overflow_fast.explainer.tape._MOST_CALLS", 96)
+
+
 @pytest.mark.parametrize("num_before", [0, 120])  # all are held, or not all
 @pytest.mark.parametrize("op", FAR)
-def test_a_value_that_was_lost_long_before(op, num_before):
+def test_a_value_that_was_lost_long_before(op, num_before, few_held):
     value, function = FAR[op]
     found = explained(value, lambda x: function(passed_on(x, num_before)))
     assert (found.lost_by and found.lost_by.name) == f"aten.{op}"
+
+
+def norm(x):
+    """A norm of numbers whose squares underflow, and a loop before its root."""
+    return passed_on(x.pow(2), 200).sum().sqrt()
+
+
+def test_a_value_that_was_lost_before_a_loop():
+    found = explained(1e-30, norm)
+    assert (found.cause, found.lost_by.name) == ("underflow", "aten.pow.Tensor_Scalar")
+
+
+@pytest.mark.tries_remedies
+def test_what_was_lost_before_all_that_is_held_is_no_singular_gradient(few_held):
+    found = explained(1e-30, norm)
+    assert (found.cause, found.lost_by) == ("rounding", None)
+    assert "the whole step in float64 is finite" in str(found)
 
 
 @pytest.mark.tries_remedies
@@ -465,7 +488,7 @@ def test_rounding_is_not_blamed_where_it_does_not_matter(case):
     assert "a wider dtype would not help" in found.evidence[1]
 
 
-def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch):
+def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch, few_held):
     """Whatever numbers these were given, the logarithm would be that of 0."""
     ran, run = set[int](), Float64Run._run
 

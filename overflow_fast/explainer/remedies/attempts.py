@@ -147,7 +147,7 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         dtype = "" if op is None else f" in {[*op.inputs, *op.outputs][0].dtype}"
         text = "the whole step in float64 is finite: a number before it was rounded"
         retell_float64(found.evidence, f"{text} away{dtype}")
-    elif found.cause == UNDEFINED.name:
+    elif found.cause in _OPEN:
         found.evidence = [each.removesuffix(NO_HELP) for each in found.evidence]
         found.evidence.append(_WHOLE.format(true_loss))
         # Equal numbers less one another are 0, and seldom so in float64.
