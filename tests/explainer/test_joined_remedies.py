@@ -166,3 +166,35 @@ def test_a_line_of_an_optimizer_of_ones_own(tmp_path, as_kept):
     as_kept(remedy.text)
     fresh, _ = module_of(tmp_path, edited(path, remedy))
     assert all(p.isfinite().all() for p in run(fresh.Rescaled).parameters())
+
+
+MANY = """
+def loss_of(x, w):
+    growth = torch.exp(x * w)
+    first = torch.tanh(growth)
+    second = torch.tanh(2 * growth)
+    return first.mean() + second.mean()
+"""
+
+
+def test_one_line_stands_before_several_that_come_to_the_same(tmp_path):
+    """Though it changes a number that was finite, as none of those does."""
+    module, _ = module_of(tmp_path, HEAD + MANY)
+    found = explained(module.loss_of, torch.tensor([[1.0, 2.0], [400, 30], [3, 0.5]]))
+    first, second, *_ = [each for each in found.remedies if each.is_recommended]
+    assert first.text == "clamp the argument to 20" and not first.parts
+    assert "float64" in second.text and len(second.parts) == 3
+    assert first.change > second.change
+
+
+def test_each_line_of_several_has_its_place_beside_it(tmp_path):
+    module, path = module_of(tmp_path, HEAD + MANY)
+    found = explained(module.loss_of, torch.tensor([[1.0, 2.0], [400, 1], [3, 0.5]]))
+    remedy = next(each for each in found.remedies if "float64" in each.text)
+    said, *code = str(remedy).splitlines()
+    assert f"in float64, up to line 8 ({path.name}:6-8): finite" in said
+    assert code == [
+        f"    growth = torch.exp((x * w).double())  # {path.name}:6",
+        f"    first = torch.tanh(growth).float()  # {path.name}:7",
+        f"    second = torch.tanh(2 * growth).float()  # {path.name}:8",
+    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -227,14 +228,23 @@ class Remedy:
         return self.breaks
 
     def __str__(self) -> str:
-        """The remedy and what came of it, and its code on lines below."""
-        place = f" ({self.place})" if self.place else ""
-        parts = self.parts or (self,)
-        has_code = any(each.code for each in parts)  # else the text has said all
-        codes = [each.code or (each.text if has_code else "") for each in parts]
-        lines = [f"{self.text}{place}: {self.outcome}"]
-        lines += [textwrap.indent(code, _INDENT) for code in codes if code]
-        return "\n".join(lines)
+        """The remedy and what came of it, and its code on lines below.
+
+        Of several parts each has its place beside it.
+        """
+        place, codes = self.place, [self.code]
+        if any(each.code for each in self.parts):  # else the text has said all
+            place = _around(self.parts)
+            codes = [each._code_and_place for each in self.parts]
+        at = f" ({place})" if place else ""
+        codes = [textwrap.indent(code, _INDENT) for code in codes if code]
+        return "\n".join([f"{self.text}{at}: {self.outcome}", *codes])
+
+    @property
+    def _code_and_place(self) -> str:
+        if self.code:
+            return f"{self.code}{'  # ' * bool(self.place)}{self.place}"
+        return f"{self.text}{f' ({self.place})' * bool(self.place)}"
 
     @property
     def kind(self) -> str:
@@ -277,7 +287,8 @@ class Remedy:
     def place(self) -> str:
         """The files and the lines that it changes, or "" where it changes none."""
         parts = self.parts or (self,)
-        places = " and ".join(dict.fromkeys(filter(None, map(_lines_of, parts))))
+        own = [_lines_of(each.file, (each.line, each.last_line)) for each in parts]
+        places = " and ".join(dict.fromkeys(filter(None, own)))
         return places + ", installed" * any(installed_name(e.file) for e in parts)
 
     def _error_text(self) -> str:
@@ -294,8 +305,16 @@ class Remedy:
         return f", {by} off the true {self.true_loss:.4g}"
 
 
-def _lines_of(remedy: Remedy) -> str:
-    lines = f"{remedy.line}"
-    if remedy.last_line > remedy.line:
-        lines = f"{remedy.line}-{remedy.last_line}"
-    return f"{short_name(remedy.file)}:{lines}" if remedy.file else ""
+def _around(parts: Sequence[Remedy]) -> str:
+    """The files of parts, each with the lines from the first to the last of them."""
+    places = dict[str, tuple[int, int]]()
+    for part in sorted(filter(lambda part: part.file, parts), key=lambda p: p.line):
+        first, last = places.get(part.file, (part.line, 0))
+        places[part.file] = first, max(last, part.last_line)
+    return " and ".join(map(_lines_of, places, places.values()))
+
+
+def _lines_of(file: str, lines: tuple[int, int]) -> str:
+    first, last = lines
+    to = f"-{last}" if last > first else ""
+    return f"{short_name(file)}:{first}{to}" if file else ""
