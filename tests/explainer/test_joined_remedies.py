@@ -182,7 +182,7 @@ def test_one_line_stands_before_several_that_come_to_the_same(tmp_path):
     module, _ = module_of(tmp_path, HEAD + MANY)
     found = explained(module.loss_of, torch.tensor([[1.0, 2.0], [400, 30], [3, 0.5]]))
     first, second, *_ = [each for each in found.remedies if each.is_recommended]
-    assert first.text == "clamp the argument to 20" and not first.parts
+    assert first.text == "clamp the argument of exp to 20" and not first.parts
     assert "float64" in second.text and len(second.parts) == 3
     assert first.change > second.change
 

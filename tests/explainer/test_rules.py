@@ -281,7 +281,10 @@ OTHERS = {
     ("std(y, d)", "use no correction, and add EPS inside the root"): (
         *("x[:1].std(0)", ONE),
     ),
-    ("x * y", "clamp the factor to at least LOW"): (f"{LOW} * (x > 5).float()", ZERO),
+    ("x * y", "clamp the infinite factor to at least LOW"): (
+        f"{LOW} * (x > 5).float()",
+        ZERO,
+    ),
     ("nanmedian(y, d)", "return 0 where there is nothing to average"): (
         *(f"{NOT_THERE}.nanmedian(dim=-1, keepdim=True)[0]", ONE),
     ),

@@ -341,6 +341,7 @@ def _trial_of(
     reads = frozenset(call.key for call in (root, *found.calls))
     change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
     text = with_numbers(found.text or _STAY, found.numbers)
+    text = text.replace("CALL", _named(root))
     if dim == ():
         text = text.replace("the maximum", "the maximum of all")
     patch = CallPatch((change,))
@@ -357,11 +358,16 @@ def _trial_of(
     return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
+def _named(call: TorchCall) -> str:
+    return f"`{short_text(call)}`"
+
+
 def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
     is_torchs = not is_of_user(root.sites[0].file)
-    whole = f"{text} in `{short_text(root)}`" + f" ({place}, installed)" * is_torchs
+    whole = text if _named(root) in text else f"{text} in {_named(root)}"
+    whole += f" ({place}, installed)" * is_torchs
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()
@@ -372,8 +378,8 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
         of = " and ".join(dict.fromkeys(elsewhere))
         formula = _formula(found) if len(set(elsewhere)) == 1 else ""
         if formula:
-            return f"{text}: `{formula}` for `{short_text(root)}`, where A is {of}"
-        return f"{text} of {of} in `{short_text(root)}`"
+            return f"{text}: `{formula}` for {_named(root)}, where A is {of}"
+        return f"{text} of {of} in {_named(root)}"
     return whole if place else f"{whole}, which is not written out: {why}"
 
 

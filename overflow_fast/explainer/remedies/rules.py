@@ -253,13 +253,13 @@ _NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
 _TO_DIVISOR = "add EPS to the divisor"
-_TO_INPUT = "add EPS to the input"
+_TO_INPUT = "add EPS to the input of {}"
 _IN_NORM = "add EPS inside the root of the norm"
 _NONE = "return 0 where there is nothing to average"
 _OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
 _OTHER_SIDE = "(1 - y * y).clamp(min=EPS ** 2).sqrt()"
 _ANGLE = "write {} as atan2 of both sides, the other one at least EPS"
-_FACTOR = "clamp the factor to at least LOW"
+_FACTOR = "clamp the infinite factor to at least LOW"
 # What a later line leaves out, left out before it is computed. Tried where the loss is
 # finite, and kept where it stays the same to the bit alone: where an entry is used,
 # another number gives another loss. A mask may be made of the very inf that it looks
@@ -311,12 +311,12 @@ GUARDS = _rules(
     ("std(y, d)", "(y.var(d) + EPS).sqrt()",
      "add EPS inside the root of the deviation"),
     ("var|var_mean(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
-    ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE"),
-    ("layer_norm|rms_norm|group_norm(*)", "CALL(eps=WIDE)", "pass eps=WIDE",
+    ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE to {}"),
+    ("layer_norm|rms_norm|group_norm(*)", "CALL(eps=WIDE)", "pass eps=WIDE to {}",
      _has_no_eps),
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt|lgamma|digamma(y)", "CALL_ON(y.clamp(min=EPS))",
-     "clamp the argument to at least EPS"),
+     "clamp the argument of {} to at least EPS"),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the logarithm's argument to at least EPS"),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=LEAST))",
@@ -328,15 +328,17 @@ GUARDS = _rules(
     ("acos(y)", f"torch.atan2({_OTHER_SIDE}, y)", _ANGLE),
     ("asin(y)", f"torch.atan2(y, {_OTHER_SIDE})", _ANGLE),
     ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
-     "clamp the argument to a magnitude of 1 - WIDE"),
+     "clamp the argument of {} to a magnitude of 1 - WIDE"),
     ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
-     "clamp the argument to at least 1 + WIDE"),
-    ("exp|expm1|exp2(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
+     "clamp the argument of {} to at least 1 + WIDE"),
+    ("exp|expm1|exp2(y)", "CALL_ON(y.clamp(max=N))",
+     "clamp the argument of {} to N"),
     ("sinh|cosh(y)", "CALL_ON(y.clamp(-N, N))",
-     "clamp the argument between -N and N"),
+     "clamp the argument of {} between -N and N"),
     ("poisson_nll_loss(y)", "CALL_ON(y.clamp(min=0))",
      "clamp the rate to at least 0"),
-    ("poisson_nll_loss(y)", "CALL_ON(y.clamp(max=N))", "clamp the argument to N"),
+    ("poisson_nll_loss(y)", "CALL_ON(y.clamp(max=N))",
+     "clamp the rate's logarithm to N"),
     ("softmax|log_softmax(y)", "CALL_ON(y.clamp(min=LOW))",
      "clamp the scores to at least LOW"),
     ("norm|normalize|cdist|cosine_similarity|pairwise_distance|dist|atan2(y)",
@@ -387,8 +389,8 @@ LINKS = _rules(
      "CALL_ON(F.softplus(y))", _LINK, None, False, True, True))
 # Of what made a value that became 0, or 1.
 LOST = _rules(
-    ("*", "CALL().clamp(min=EPS)", "clamp the result to at least EPS"),
-    ("*", "CALL().clamp(max=1 - WIDE)", "clamp the result to at most 1 - WIDE"))
+    ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"),
+    ("*", "CALL().clamp(max=1 - WIDE)", "clamp the result of CALL to at most 1 - WIDE"))
 # fmt: on
 RULES = (
     *EXACT,
