@@ -198,3 +198,29 @@ def test_each_line_of_several_has_its_place_beside_it(tmp_path):
         f"    first = torch.tanh(growth).float()  # {path.name}:7",
         f"    second = torch.tanh(2 * growth).float()  # {path.name}:8",
     ]
+
+
+HUES = """
+def loss_of(x, w):
+    r, g, b = (x * w[0]).unbind(-1)
+    most, least = torch.stack([r, g, b], -1).amax(-1), (x * w[0]).amin(-1)
+    spread, lightness = most - least, most + least
+    s = torch.where(lightness < 1, spread / lightness, spread / (2 - lightness))
+    hue = torch.zeros_like(s)
+    place = x.argmax(-1)
+    hue[place == 0] = ((g - b) / spread % 6)[place == 0]
+    hue[place == 1] = ((b - r) / spread + 2)[place == 1]
+    hue[place == 2] = ((r - g) / spread + 4)[place == 2]
+    hls = torch.stack([hue, lightness, s], -1)
+    return torch.where(hls.isnan(), 0.0, hls).mean()
+"""
+
+
+def test_another_failure_is_sought_besides_what_changes_the_most_calls(tmp_path):
+    """Of a black pixel three quotients by one divisor are nan, and one by another."""
+    module, _ = module_of(tmp_path, HEAD + HUES)
+    x = torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.0, 0.0], [0.3, 0.2, 0.1]])
+    found = explained(module.loss_of, x)
+    best = found.remedies[0]
+    assert best.is_recommended and best.kind == "code", found
+    assert len(best.parts) == 4 and best.code.count("1e-8") == 5

@@ -319,9 +319,12 @@ def _try_all(failure: Failure, trials: Trials) -> None:
 
 
 def _go_on(failure: Failure, trials: Trials, most: int) -> None:
-    """Tries further remedies besides those that have uncovered another failure."""
+    """Tries further remedies besides those that have uncovered another failure.
+
+    First besides those that change the most calls: fewer are left that may fail.
+    """
     applied, seen = trials.applied, set[Any]()
-    for trial, place in trials.failed:
+    for trial, place in sorted(trials.failed, key=lambda each: -each[0].num_changes):
         if trials.is_over or not most:
             return
         trials.go_on(applied.with_trial(trial))

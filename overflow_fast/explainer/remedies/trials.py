@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,11 @@ class Trial:
     settles: bool = False
     keeps_loss: bool = False
 
+    @property
+    def num_changes(self) -> int:
+        """The number of changes of torch calls that its patch makes."""
+        return len(self.patch.changes) if isinstance(self.patch, CallPatch) else 0
+
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
 
@@ -124,15 +129,25 @@ class AppliedPatches:
         """All of the patches as one remedy."""
         if len(self.trials) == 1:
             return self.trials[0].remedy
-        text = ", and ".join(dict.fromkeys(each.remedy.text for each in self.trials))
+        text = _in_one(dict.fromkeys(each.remedy.text for each in self.trials))
         edits = dict.fromkeys(edit for each in self.trials for edit in each.edits)
-        told = [each.remedy for each in self.trials if not each.edits]
+        in_words = [each.remedy for each in self.trials if not each.edits]
+        told = [part for each in in_words for part in each.parts or (each,)]
         try:
             return remedy_of(text, list(edits), told)
         except NotWrittenError:
             return Remedy(
                 text, parts=tuple(replace(e.remedy, code="") for e in self.trials)
             )
+
+
+def _in_one(texts: Iterable[str]) -> str:
+    """Texts as one; those that differ in the call that they end with have one head."""
+    calls = dict[str, list[str]]()
+    for head, _, call in (text.partition(" in `") for text in texts):
+        calls.setdefault(head, []).append(call)
+    of = {head: ", `".join(filter(None, each)) for head, each in calls.items()}
+    return ", and ".join(f"{head}{' in `' * bool(c)}{c}" for head, c in of.items())
 
 
 def joined(trials: Sequence[Trial]) -> Trial:

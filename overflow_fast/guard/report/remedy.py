@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -232,11 +231,10 @@ class Remedy:
 
         Of several parts each has its place beside it.
         """
-        place, codes = self.place, [self.code]
+        codes = [self.code]
         if any(each.code for each in self.parts):  # else the text has said all
-            place = _around(self.parts)
             codes = [each._code_and_place for each in self.parts]
-        at = f" ({place})" if place else ""
+        at = f" ({self.place})" if self.place else ""
         codes = [textwrap.indent(code, _INDENT) for code in codes if code]
         return "\n".join([f"{self.text}{at}: {self.outcome}", *codes])
 
@@ -285,10 +283,16 @@ class Remedy:
 
     @property
     def place(self) -> str:
-        """The files and the lines that it changes, or "" where it changes none."""
-        parts = self.parts or (self,)
-        own = [_lines_of(each.file, (each.line, each.last_line)) for each in parts]
-        places = " and ".join(dict.fromkeys(filter(None, own)))
+        """The files that it changes, each with the lines around all changes; or ""."""
+        parts = [each for each in self.parts or (self,) if each.file]
+        lines = dict[str, tuple[int, int]]()
+        for part in sorted(parts, key=lambda part: part.line):
+            first, last = lines.get(part.file, (part.line, 0))
+            lines[part.file] = first, max(last, part.last_line)
+        places = " and ".join(
+            f"{short_name(file)}:{first}{f'-{last}' * (last > first)}"
+            for file, (first, last) in lines.items()
+        )
         return places + ", installed" * any(installed_name(e.file) for e in parts)
 
     def _error_text(self) -> str:
@@ -303,18 +307,3 @@ class Remedy:
         if self.misses == "gradients":
             return f", gradients {by} off the true ones"
         return f", {by} off the true {self.true_loss:.4g}"
-
-
-def _around(parts: Sequence[Remedy]) -> str:
-    """The files of parts, each with the lines from the first to the last of them."""
-    places = dict[str, tuple[int, int]]()
-    for part in sorted(filter(lambda part: part.file, parts), key=lambda p: p.line):
-        first, last = places.get(part.file, (part.line, 0))
-        places[part.file] = first, max(last, part.last_line)
-    return " and ".join(map(_lines_of, places, places.values()))
-
-
-def _lines_of(file: str, lines: tuple[int, int]) -> str:
-    first, last = lines
-    to = f"-{last}" if last > first else ""
-    return f"{short_name(file)}:{first}{to}" if file else ""
