@@ -840,13 +840,17 @@ OUTSIDE = {
     "rounded to 1": lambda m, x: density("Beta", m(x).exp() + 1, 2.0)(
         torch.sigmoid(40 * x[..., 1])
     ).sum(),
+    "the batch": lambda m, x: density("Gamma", m(x)[:, None].exp() + 1, 1.0)(x).sum(),
+    "a stack of the batch": lambda m, x: density("Beta", m(x).exp() + 1, 2.0)(
+        x.T
+    ).sum(),
 }
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_what_a_package_is_given_is_bounded_in_the_program(name, as_kept):
     torch.manual_seed(0)
-    batches = [torch.ones(3, 2) * 0.5, torch.tensor([[1.0, 0.5], [0.0, 1.0]])]
+    batches = [torch.ones(3, 2) * 0.5, torch.tensor([[0.9, 0.5], [0.0, 0.9]])]
     first = stopped(Layer(), OUTSIDE[name], batches).remedies[0]
     as_kept([first.text, first.code])
 

@@ -34,6 +34,7 @@ from .failure import Failure
 from .half_dtypes import half_trials, scale_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
+    INSTALLED,
     earlier_trials,
     exact_trials,
     given_trials,
@@ -175,10 +176,12 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
 
     That is the distance from the true loss and gradients, then the change of results
     that are finite without it, in this step or in another batch. Of equal ones float64
-    is the last: few devices are fast at it.
+    is the last: few devices are fast at it. Nobody changes torch's own lines.
     """
+    is_of_torch = not remedy.code and remedy.text.endswith(INSTALLED)
     return (
-        *(remedy.worth, remedy.is_of_data, remedy.is_flat or bool(remedy.leaves)),
+        *(remedy.worth, is_of_torch, remedy.is_of_data),
+        remedy.is_flat or bool(remedy.leaves),
         *(remedy.off, remedy.change, not remedy.code),
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,

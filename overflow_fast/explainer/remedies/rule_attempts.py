@@ -35,6 +35,7 @@ from .rules import (
     numbers_of,
     with_numbers,
 )
+from .sample_trials import border_trials
 from .source import NOT_WRITTEN, rebuilt, unparsed
 from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
@@ -42,6 +43,7 @@ from .written import rule_edits, short_text
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
 _NEAR = 3  # lines: a formula that is written over several; chosen, not measured
+INSTALLED = ", installed)"  # ends the words of a remedy of torch's own line
 _STAY = "stay with logarithms"
 
 
@@ -158,12 +160,28 @@ def _is_layer(call: TorchCall) -> bool:
 
 
 def given_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of a 0 that a line of the program gives an installed package."""
+    """A lower bound of a 0 that the program gives an installed package.
+
+    Of what a line of it has made, or of the batch itself.
+    """
     op = failure.found.op
     is_zero = op is not None and op.operands[-1:] == [0.0]
     for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
-        for made in filter(None, (value.call for value in failed.inputs)):
-            yield from _link(LOST[0], made, 0, failure, trials)
+        for value in dict.fromkeys(_handed(failed)):
+            if value.call is not None:
+                yield from _link(LOST[0], value.call, 0, failure, trials)
+            elif value.tensor is not None:
+                yield from border_trials(value.tensor, failure, trials)
+
+
+def _handed(failed: TorchCall) -> Iterator[Value]:
+    """The values of the program of which a package made the call's last argument."""
+    waiting = failed.inputs[-1:]
+    for value in itertools.islice(waiting, _MOST_BEFORE):  # which grows meanwhile
+        if value.call is not None and inner_place(value.call):
+            waiting += value.call.inputs
+        else:
+            yield value
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -367,7 +385,7 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     place = inner_place(root)
     is_torchs = not is_of_user(root.sites[0].file)
     whole = text if _named(root) in text else f"{text} in {_named(root)}"
-    whole += f" ({place}, installed)" * is_torchs
+    whole += f" ({place}{INSTALLED}" * is_torchs
     elsewhere = [
         f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
         for leaf in found.inputs()

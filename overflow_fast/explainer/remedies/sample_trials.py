@@ -16,8 +16,10 @@ from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..replayer import Patch
 from ..sentinel import outlier_in
+from ..tensor_kinds import index_at, is_float
 from .failure import Failure
 from .patches import ClampedBatch, SomeSamples, WithoutNumber
+from .rules import named_numbers, with_numbers
 from .trials import Attempts, Trial, Trials
 
 
@@ -122,6 +124,20 @@ def _dropping_code(call: Call, mask: str) -> str:
 
 def _has_samples(each: Any) -> bool:
     return isinstance(each, torch.Tensor) and each.dim() > 0
+
+
+def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Attempts:
+    """The least number above 0 in a tensor of the batch whose border 0 is."""
+    names = [n for n, each in trials.calls[failure.place].leaves() if each is tensor]
+    if not names or not is_float(tensor) or float(tensor.detach().min()) != 0:
+        return
+    (number, *_), name = named_numbers(tensor.dtype).values(), names[0]
+    least = with_numbers("EPS", named_numbers(tensor.dtype))
+    at = index_at(int((tensor == 0).flatten().nonzero()[0]), tensor.shape)
+    failure.found.evidence.append(f"`{name}` is 0 at {list(at)}")
+    patch = ClampedBatch(failure.place, name, number)
+    words = f"clamp `{name}` to at least {least}"
+    yield _changing(words, name, "clamp", f"min={least}", patch)
 
 
 def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
