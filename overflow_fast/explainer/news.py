@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -58,6 +59,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
             _of_own_input(step),
             _of_walk(step, found),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
+            _of_labels(step, found),
         )
         for text in texts
     )
@@ -70,21 +72,39 @@ def _bad_call(step: BadStep) -> Call | None:
     return calls[place] if calls and not calls[place].is_overwritten() else None
 
 
-def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
-    """The batch beside the last clean one, and samples of those before."""
+_Pairs = list[tuple[str, torch.Tensor, torch.Tensor, list[float]]]
+
+
+def _beside_clean(step: BadStep) -> _Pairs:
+    """The batch's tensors, each with its name, the last clean one, and samples."""
     call, clean = _bad_call(step), step.clean
     if call is None or clean is None or Call.view_of(clean).is_overwritten():
-        return
+        return []
     given, before = call.tensors, clean.tensors
     names = {id(tensor): name for name, tensor in call.leaves()}
     if len(given) != len(before):
-        return
-    pairs = [
+        return []
+    return [
         (names[id(now)], now.detach(), was.detach(), _sampled(step, i, now))
         for i, (now, was) in enumerate(zip(given, before, strict=True))
-        if _is_data(now) and now is not was and now.dtype == was.dtype
-        if id(now) in names
+        if now is not was and now.dtype == was.dtype and id(now) in names
+        if not isinstance(now, nn.Parameter)
     ]
+
+
+def _was_given_zero(found: Explanation) -> bool:
+    numbers = () if found.op is None else found.op.operands
+    return 0.0 in numbers or found.cause in _OF_NUMBERS
+
+
+def _was_given_nothing(found: Explanation) -> bool:
+    return _was_given_zero(found) or found.cause == EMPTY_REDUCTION.name
+
+
+def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
+    """The batch beside the last clean one, and samples of those before."""
+    every, has_zero = _beside_clean(step), _was_given_zero(found)
+    pairs = [each for each in every if _is_data(each[1])]
     for name, now, was, sampled in pairs:
         most, last = _largest(now), _largest(was)
         if WHOLE_BATCH.is_passed(most, max([last, *sampled])):
@@ -92,8 +112,9 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 f"`{name}` is up to {plain_number(most)} in this batch, at most "
                 f"{plain_number(last)} in the last one{_of_samples(sampled[:-1])}"
             )
-    numbers = () if found.op is None else found.op.operands
-    has_zero = 0.0 in numbers or found.cause in _OF_NUMBERS
+    is_asked = _was_given_nothing(found)
+    if is_asked:
+        yield from _of_nothing(every)
     for name, now, was, _ in pairs:
         bad, num_zeros = int((~now.isfinite()).sum()), int((now == 0).sum())
         if bad and found.cause == BAD_DATA.name and was.isfinite().all():
@@ -108,13 +129,38 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
             yield f"`{name}` {was_not} in the last clean step"
         if has_zero:
             yield from _of_constants(name, now, was, found.sample)
-        is_asked = has_zero or found.cause == EMPTY_REDUCTION.name
         is_single = is_asked and now.dim() and was.dim()
         if is_single and len(now) <= 1 < len(was):
             yield (
                 f"`{name}` is {list(now.shape)} in this batch, {list(was.shape)} in "
                 "the last one"
             )
+
+
+def _of_labels(step: BadStep, found: Explanation) -> Iterator[str]:
+    """A tensor of the batch that has one value throughout, such as labels."""
+    for name, now, was, _ in _beside_clean(step) if _was_given_nothing(found) else ():
+        if _is_constant(now) and not _is_constant(was):
+            value = f"{now.flatten()[0].item():.7g}"
+            yield f"`{name}` is {value} throughout; it was not in the last clean step"
+
+
+def _of_nothing(pairs: _Pairs) -> Iterator[str]:
+    """A part of the batch, such as a list of tensors, that has no values at all."""
+    sizes = dict[str, tuple[int, int]]()
+    for name, now, was, _ in pairs:
+        ends = [*(each.start() for each in re.finditer(r"[.\[]", name)), len(name)]
+        for part in (name[:end] for end in ends):
+            num, before = sizes.get(part, (0, 0))
+            sizes[part] = num + now.numel(), before + was.numel()
+    for part, (num, before) in sizes.items():
+        if before and not num:
+            had = f"had {counted(before, 'value')} in the last clean step"
+            yield f"`{part}` is empty in this batch, and {had}"
+
+
+def _is_constant(values: torch.Tensor) -> bool:
+    return values.numel() > 1 and bool((values == values.flatten()[0]).all())
 
 
 def _of_constants(

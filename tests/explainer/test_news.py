@@ -125,6 +125,46 @@ def test_a_sample_that_is_constant():
     assert text.startswith("sample 3 of `batch[1]` is 1 throughout; no sample was")
 
 
+def of_objects(model, x, objects):
+    """The mean over objects of which images may have none."""
+    scores = [model(each).sum() * 0.1 for boxes, _ in objects for each in boxes]
+    return (model(x).sum() + sum(scores)) / torch.tensor(float(len(scores)))
+
+
+def images_with_objects(step, nums):
+    boxes = [rows(step, n if step != BAD else 0, 4) for n in nums]
+    return rows(step, 2, 4), [(each, torch.ones(len(each)).long()) for each in boxes]
+
+
+def test_lists_that_are_empty():
+    """One image has no object in clean steps either."""
+    text = news_of(lambda step: images_with_objects(step, (2, 0)), of_objects)
+    assert text == (
+        "`batch[1]` is empty in this batch, and had 10 values in the last clean step"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float32])
+def test_labels_that_are_constant(dtype):
+    labels = torch.tensor([0, 1, 0, 2], dtype=dtype)
+    text = news_of(
+        lambda step: (rows(step, 4, 4), labels * (step != BAD)),
+        lambda model, x, labels: (model(x)[:, 0] * (labels > 0)).sum() / labels.sum(),
+    )
+    assert text == "`batch[1]` is 0 throughout; it was not in the last clean step"
+
+
+def test_labels_that_are_constant_are_told_only_where_they_were_given():
+    labels = torch.tensor([0, 1, 0, 2])
+    text = news_of(
+        lambda step: (rows(step, 4, 4), labels * (step != BAD), step),
+        lambda model, x, labels, step: (
+            model(x) * 1e38 * 1e3 if step == BAD else model(x)
+        ).mean(),
+    )
+    assert text == ""
+
+
 def test_a_batch_of_one():
     def batch_of(step):
         return (rows(step, 1 if step == BAD else 8, 4),)
