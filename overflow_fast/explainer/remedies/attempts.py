@@ -26,7 +26,7 @@ from ...guard.report.causes import (
 )
 from ...guard.report.notes import NOT_MEASURED
 from ...guard.report.op_words import retell_float64
-from ...guard.report.remedy import SAME, Elsewhere, Remedy
+from ...guard.report.remedy import Elsewhere, Remedy
 from ..explain_origin import explain_root_op
 from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
@@ -121,7 +121,7 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_elsewhere(failure, trials)
-    found.remedies = _ordered([*found.remedies, *trials.remedies])
+    found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
@@ -176,7 +176,8 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
 
     That is the distance from the true loss and gradients, then the change of results
     that are finite without it, in this step or in another batch. Of equal ones float64
-    is the last: few devices are fast at it. Nobody changes torch's own lines.
+    is the last: few devices are fast at it, and it often takes several lines. Nobody
+    changes torch's own lines.
     """
     is_of_torch = not remedy.code and remedy.text.endswith(INSTALLED)
     return (
@@ -186,33 +187,6 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,
     )
-
-
-def _ordered(remedies: Sequence[Remedy]) -> list[Remedy]:
-    """Remedies in order, one of several lines behind those of one that do the same."""
-
-    def key(remedy: Remedy) -> tuple[Any, ...]:
-        own = _rank(remedy)
-        simpler = [e for e in remedies if remedy.parts and _does_as_well(e, remedy)]
-        return max([(own,), *((_rank(each), own) for each in simpler)])
-
-    return sorted(remedies, key=key)
-
-
-def _does_as_well(remedy: Remedy, other: Remedy) -> bool:
-    """True if a remedy of one line comes to the same loss, and is as near the truth."""
-    loss, others = remedy.loss, other.loss
-    if not remedy.code or remedy.parts or loss is None or others is None:
-        return False
-    is_like = all(
-        getattr(remedy, name) == getattr(other, name)
-        for name in ("worth", "is_of_data", "is_flat", "leaves")
-    )
-    # What it changes of this step is judged by the truth, where that is known.
-    where = None if remedy.true_loss is None else remedy.elsewhere
-    changes = remedy.change if where is None else where.change
-    is_near = remedy.off <= other.off and changes <= other.change
-    return is_like and is_near and abs(loss - others) <= SAME * abs(others)
 
 
 def _measure_elsewhere(failure: Failure, trials: Trials) -> None:

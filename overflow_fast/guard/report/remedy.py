@@ -199,10 +199,15 @@ class Remedy:
 
     @property
     def change(self) -> float:
-        """The change of results that are finite without it; 0 if none was seen."""
+        """The change of results that are finite without it; 0 if none was seen.
+
+        Of this step the true loss and gradients tell, where they are known.
+        """
         own = self.moves_results or 0.0
-        other = 0.0 if self.elsewhere is None else self.elsewhere.change
-        return max(own if own > SAME else 0.0, other)
+        if self.elsewhere is None:
+            return own if own > SAME else 0.0
+        is_true = self.true_loss is not None and not self.misses
+        return max(0.0 if is_true or own <= SAME else own, self.elsewhere.change)
 
     @property
     def is_recommended(self) -> bool:
