@@ -4,11 +4,11 @@ The operations that an undefined result depends on are held in the replay's tabl
 are run in float64, from one of them on: if the result is finite from one on and not
 from the next on, the first of the two is where the value was lost.
 
-First the nearest of them alone, which takes less. Where the result stays undefined,
-ever more, up to all that are held, in two cases: it depends on no others, so that it
-can be said of a wider dtype; or it is finite with other numbers in place of those that
-the nearest ones read, which were made before. Else these do not matter. TimeoutError is
-raised once the budget has no time left.
+First the nearest of them alone, while they are small, which takes less. Where the
+result stays undefined, ever more, up to all that are held, in two cases: it depends on
+no others, so that it can be said of a wider dtype; or it is finite with other numbers
+in place of those that the nearest ones read, which were made before. Else these do not
+matter. TimeoutError is raised once the budget has no time left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .budget import Budget
 from .float64 import Float64Run, impossible
 from .halving import Halving
-from .memory import TapedTensor
+from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .root_op import new_places
 from .tensor_kinds import index_at
@@ -37,6 +37,7 @@ from .users_lines import op_at
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
 _NEAREST = 12
+_CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
 _TIMES_MORE = 8  # of a loop, which puts thousands between, few runs take all; chosen
 
 NO_HELP = "; a wider dtype would not help"
@@ -128,11 +129,18 @@ class _Undefined:
 
 
 def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[OpCall]]:
-    """Yields the last of some operations to run: few, then more.
+    """Yields the last of some operations to run: those of few elements, then more.
 
     More are yielded where they may tell more than the nearest; see above.
     """
-    num = _NEAREST
+    num, numel, seen = 0, 0, set[Contents]()
+    for op in reversed(ops[-_NEAREST:]):
+        new = {each.contents for each in op.taped} - seen
+        numel += sum(each.numel for each in new)
+        if numel > _CHEAP:
+            break
+        num, seen = num + 1, seen | new
+    num = max(num, 1)
     while num < len(ops):
         yield (near := ops[-num:])
         undefined = _Undefined([each for each in near if each.is_held], budget)
