@@ -855,6 +855,23 @@ def test_what_a_package_is_given_is_bounded_in_the_program(name, as_kept):
     as_kept([first.text, first.code])
 
 
+@pytest.mark.parametrize(
+    ("numbers", "given"),
+    [
+        ([0.0, 0.5, 0.3], "min=1e-8"),
+        ([1.0, 0.5, 0.3], "max=1 - 1e-6"),
+        ([0.0, 1.0, 0.3], "1e-8, 1 - 1e-6"),
+    ],
+)
+def test_a_batch_is_kept_from_the_borders_that_it_meets(numbers, given):
+    torch.manual_seed(0)
+    model, x = nn.Linear(3, 3), torch.rand(4, 3) / 2 + 0.2
+    x[2] = torch.tensor(numbers)
+    found = explain(model, x, lambda x: density("Beta", model(x).exp(), 3.0)(x).sum())
+    assert found.remedies[0].code == f"batch = batch.clamp({given})"
+    assert f"`batch` is {numbers[0]:g} at [2, 0]" in found.evidence
+
+
 class Uncertainty(nn.Module):
     def __init__(self):
         super().__init__()
