@@ -144,13 +144,17 @@ def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
     if _is_layer(call):
         return []
     if has(call.name, "moves"):
-        is_each = call.name == "broadcast_tensors"
-        before = _raw_way(call.inputs[value.place if is_each else 0], of_weights)
+        before = _raw_way(_moved_from(call, value), of_weights)
         return None if before is None else [*before, value]
     if call.plain_name in ("mul", "div"):
         found = [_raw_way(each, of_weights=False) for each in call.inputs]
         return next((each for each in found if each is not None), None)
     return None
+
+
+def _moved_from(call: TorchCall, value: Value) -> Value:
+    """The input of a call whose values it has moved to one of its results."""
+    return call.inputs[value.place if call.name == "broadcast_tensors" else 0]
 
 
 def _is_layer(call: TorchCall) -> bool:
@@ -175,13 +179,21 @@ def given_trials(failure: Failure, trials: Trials) -> Attempts:
 
 
 def _handed(failed: TorchCall) -> Iterator[Value]:
-    """The values of the program of which a package made the call's last argument."""
+    """The values of the program that a package put in the call's last argument.
+
+    As they are, or less than 1 by them.
+    """
     waiting = failed.inputs[-1:]
     for value in itertools.islice(waiting, _MOST_BEFORE):  # which grows meanwhile
-        if value.call is not None and inner_place(value.call):
-            waiting += value.call.inputs
-        else:
+        made = value.call
+        if made is None or not inner_place(made):
             yield value
+            continue
+        is_less = has(made.plain_name, "difference") and len(made.inputs) == 1
+        if has(made.name, "moves"):
+            waiting.append(_moved_from(made, value))
+        elif is_less or made.name in ("stack", "cat"):
+            waiting += made.inputs
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
