@@ -404,7 +404,7 @@ assert "## Long product\\n\\nAdd" in pathlib.Path("docs/causes.md").read_text()
      "clamp the argument of digamma to at least WIDE"),
 """,
                 """    ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
-     "clamp the argument to at least 1 + WIDE"),
+     "clamp the argument of {} to at least 1 + WIDE"),
 """,
             ),
         ],
