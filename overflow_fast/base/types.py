@@ -65,6 +65,11 @@ class TensorPath:
         """The label in rules, where each begins with the role: `weight.bias`."""
         return self.label if self.is_of_call else f"{self.role}.{self.path}"
 
+    @property
+    def rule(self) -> str:
+        """The key of a rule for it."""
+        return f"{self.module}:{self.rule_label}"
+
     def of_module(self, quote: str = "") -> str:
         """Writes `output[0] of h.0.attn`, with quotes around its label."""
         return f"{quote}{self.label}{quote} of {self.module or 'the model'}"

@@ -40,8 +40,7 @@ def advice_for(
     if origin.source in ("weight", "buffer"):
         return _advise_on_tensor(first, origin, step)
     if first.kind in ("input", "output") and _may_be_mask(first):
-        rule = {f"{first.fqn}:{first.label}": "-inf"}
-        return f"if this is intended, as in a mask, allow={rule}"
+        return f"if this is intended, as in a mask, allow={ {first.path.rule: '-inf'} }"
     if is_cured:
         return ""
     if origin.source == "batch":

@@ -33,9 +33,18 @@ def tensor_path(names: Sequence[str], place: _C.Place) -> TensorPath:
     """
     role, label = place.label.role, entry_label(place)
     module = names[place.module] if place.module < len(names) else ""
+    if is_output(place):
+        return TensorPath.from_label(module, "output", label)
     if role not in OF_CALLS and place.kind not in FORWARDS:
         return state_path(() if role == _C.Role.RECORDED else names, role, label)
     return TensorPath.from_label(module, kind_of(role), label)
+
+
+def is_output(place: _C.Place) -> bool:
+    """True for an output, also where it was recorded alone, as by a tripwire."""
+    name, role = place.label.name, place.label.role
+    is_recorded = role == _C.Role.RECORDED and name.split("[")[0] == "output"
+    return role == _C.Role.OUTPUT or is_recorded
 
 
 def state_path(names: Iterable[str], role: _C.Role, fqn: str) -> TensorPath:
