@@ -16,6 +16,8 @@ from .optimizers.optimizer_hook import OptimizerHook
 from .step_clock import StepClock
 from .unit import Unit, UnitKind
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
+from .verdict.masks import Masks
+from .verdict.rules import Rules
 from .watching.judged_tensors import JudgedTensors
 from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
@@ -29,6 +31,7 @@ class Collector:
     Args:
         config: The guard's.
         watches: The watched models.
+        rules: The values that are allowed.
         clock: The step at hand.
         overflow_flags: The overflow flags of devices.
         measurements: Have the flight record, which gets a scaler's scale.
@@ -38,6 +41,7 @@ class Collector:
         watches: The same.
         wanted: What is watched.
         tensors: Scans what stands in no module's call.
+        masks: Leaves out -inf of outputs where nothing else is bad.
         has_scaler: A loss scaler was seen.
         lost: The last error of a device's own that `scan_failed()` has raised, or None.
     """
@@ -46,6 +50,7 @@ class Collector:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
+        rules: Rules,
         clock: StepClock,
         overflow_flags: OverflowFlags,
         measurements: Measurements,
@@ -60,6 +65,7 @@ class Collector:
         self.watches = watches
         self.wanted = config.wanted
         self.tensors = JudgedTensors(watches, config.weights_every)
+        self.masks = Masks(rules)
         self.has_scaler = False
         self.lost: Exception | None = None
 

@@ -73,8 +73,11 @@ class LaggedSteps:
         self._collector.receive(is_lagged)
         while self._waiting:
             step = self._waiting.popleft()
-            frames = self._collector.take(step.last_frame)
+            frames = [*step.frames, *self._collector.take(step.last_frame)]
             frames, skipped_by = without_expected(frames, step.scaler, has_skipped)
+            is_skipped = f", which was skipped by the {step.skipped_by}"
+            subject = f"Step {step.number}{is_skipped * bool(step.skipped_by)}"
+            frames = self._collector.masks.left_out(frames, subject)
             if not frames and step.is_decided:
                 continue
             if frames:

@@ -131,7 +131,7 @@ class Pipeline:
         self._measurements = measurements
         self._monitors = monitors
         self.agreement = agreement
-        seen = watches, clock, overflow_flags, measurements, isolation
+        seen = watches, rules, clock, overflow_flags, measurements, isolation
         self.collector = Collector(config, *seen)
         self.tensors = self.collector.tensors
         archive = Archive(config, watches, measurements)
@@ -285,14 +285,15 @@ class Pipeline:
     @measured
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges forwards without autograd whose stats have arrived, as on CPUs."""
+        unit = self.collector.begun(EVALUATION)
+        subject = f"Step {unit.number}, in a forward without autograd"
         frames = take_evaluated([watch], batch)
-        if not frames:
+        unit.frames = self.collector.masks.left_out(frames, subject)
+        if not unit.frames:
             return
         model = watch.model
         if self._start is not None and model is not None and model.training:
             self._start.hold(watch)
-        unit = self.collector.begun(EVALUATION)
-        unit.frames = frames
         if self.evaluation is not None:
             unit.policy = "warn"
             unit.notes.append(self.evaluation.text(watch.evaluated, model))
@@ -382,6 +383,7 @@ class Pipeline:
             collector.scan_failed()
             unit = collector.begun(CHECK)
             unit.frames = collector.take(unit.last_frame, with_evaluated=True)
+            self._leave_out_masks(unit)
             return self.judge.judge(unit)
         finally:
             collector.end()
@@ -469,7 +471,10 @@ class Pipeline:
             self._lagged.doubt(hook)
         found = dataclasses.replace(unit, skipped_by="")
         if not self.agreement.is_needed:  # ranks decide together, once for each step
-            found.frames = self.collector.take(unit.last_frame)
+            frames = self.collector.take(unit.last_frame)
+            # What comes of a mask may be on its way.
+            held = unit if self.collector.masks.are_all(frames) else found
+            held.frames = frames
         self._leave_to_scaler(found, hook, has_batch)
         self._lagged.push(unit)
         if not found.frames:
@@ -510,6 +515,11 @@ class Pipeline:
             )
             unit.forget_frames()
 
+    def _leave_out_masks(self, unit: Unit) -> None:
+        """Leaves out the -inf of outputs, where nothing else is bad."""
+        subject = f"Step {unit.number}"
+        unit.frames = self.collector.masks.left_out(unit.frames, subject)
+
     def _leave_to_scaler(
         self, unit: Unit, hook: OptimizerHook, has_batch: bool
     ) -> None:
@@ -519,6 +529,7 @@ class Pipeline:
                 *(unit.frames, unit.scaler),
                 lambda scaler: will_skip(scaler, hook.optimizer),
             )
+        self._leave_out_masks(unit)
         if hook.is_skipped_elsewhere:
             unit.skipped_by = "other guard"
         if not unit.frames and has_batch:
@@ -547,6 +558,7 @@ class Pipeline:
             unit.frames = collector.take(unit.last_frame)
             if scaler.get_scale() > 1:
                 unit.frames = without_gradients(unit.frames)
+            self._leave_out_masks(unit)
             self.judge.judge(unit)
         finally:
             collector.end()

@@ -84,6 +84,9 @@ class RaisedSteps:
         unit.error, unit.ends = error, ends
         unit.has_room = leaves_room(error)
         unit.line = _line
+        if not is_of_values(error):
+            masks, subject = self._collector.masks, f"Step {unit.number}"
+            unit.frames = masks.left_out(unit.frames, subject)
         if not unit.frames:
             self._search(unit, error)
         if not unit.is_bad or self._is_left_over(self._judge.verdict_on(unit)):

@@ -10,10 +10,11 @@ import torch
 
 from ..kept_calls.kept_call import KeptCall
 from ..verdict.bad_frames import BadFrame
+from ..verdict.masks import Masks
 from ..watching.watch import ModelWatch
 from .held_call import HeldCall
+from .request_data import subject_of
 from .row_order import RowOrder
-from .written_infs import WrittenInfs, are_alike
 
 _MOST_FORWARDS = 4  # whose stats may be on their way from a device
 
@@ -24,7 +25,7 @@ class Request:
     Args:
         number: Its number, from 0.
         ids: The program's names of those it is for, one a row; None for none.
-        written: The infs that are none of a bad forward.
+        masks: Leaves out -inf of outputs where nothing else is bad.
 
     Attributes:
         number, ids: The same.
@@ -32,7 +33,6 @@ class Request:
         frames: The bad frames of the first forward that had any.
         bad: That forward, or None.
         forward: Its number within the request.
-        is_later_alike: What later forwards had is -inf where that one has it.
         left: The last forward, where an exception has left it.
         is_text: Each forward reads the tokens of a text, and but for the first one only
             the last of each row.
@@ -48,13 +48,10 @@ class Request:
         first_batches: The number of each watch's first forward, by the watch's id.
         is_left_out: It is one that a schedule leaves out.
         is_over: It has ended: forwards that still run in other threads are not of it.
-        is_answered: It was answered before it is explained.
         seconds: What the guard has taken in its forwards.
     """
 
-    def __init__(
-        self, number: int, ids: Sequence[object] | None, written: WrittenInfs
-    ) -> None:
+    def __init__(self, number: int, ids: Sequence[object] | None, masks: Masks) -> None:
         self.number = number
         self.ids = None if ids is None else list(ids)
         self.num_forwards = 0
@@ -62,17 +59,17 @@ class Request:
         self.bad: HeldCall | None = None
         self.left: HeldCall | None = None
         self.forward = 0
-        self.is_text = self.is_later_alike = True
+        self.is_text = True
         self.function: KeptCall | None = None
         self.output: Any = None
         self.raised: type[Exception] | None = None
         self.order: RowOrder | None = None
         self.sorted_by = ""
-        self.is_left_out = self.is_over = self.is_answered = False
+        self.is_left_out = self.is_over = False
         self.seconds = 0.0
         self.first_batches: dict[int, int] = {}
         self.zeroed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._written = written
+        self._masks = masks
         self._given: list[torch.Tensor] = []
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
         self.lock = threading.RLock()
@@ -142,13 +139,13 @@ class Request:
         """Takes the bad frames of one forward."""
         forward, call = self._recent[id(watch), batch]
         output = self.output if call is None else call.output
-        if self._written.are_all(frames, output):
-            return
-        if self.frames:
-            self.is_later_alike &= are_alike(self.frames, frames, output)
+        if self.frames or self._is_of_masks(frames, output):
             return
         frames += [BadFrame(watch, frame) for frame in watch.take_weights(batch)]
         self.forward, self.bad, self.frames = forward, call, frames
+
+    def _is_of_masks(self, frames: list[BadFrame], output: Any) -> bool:
+        return self._masks.are_served(frames, subject_of(self.number, self.ids), output)
 
     def end(self) -> None:
         """Lets go of its forwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,6 @@ class RequestData(ReportData):
     are_requests_known: bool = True
     poisoned: dict[str, list[int] | None] = field(default_factory=dict)
     left_by: str = ""
-    is_served = False  # all that is bad is -inf that code has written; no field
 
     def match_rows(self, are_repeated: bool | None = None) -> None:
         """Finds the requests of the rows.
@@ -53,7 +53,12 @@ class RequestData(ReportData):
     def subject(self) -> str:
         """Whose request it is, as the subject of a sentence."""
         names = self.requests if self.requests and self.are_requests_known else self.ids
-        if not names:
-            return f"Request {self.step}"
-        word = "Request" if len(names) == 1 else "Requests"
-        return f"{word} {', '.join(map(str, names))}"
+        return subject_of(self.step, names)
+
+
+def subject_of(number: int, names: Sequence[object] | None) -> str:
+    """A request, as the subject of a sentence: by its names, else by its number."""
+    if not names:
+        return f"Request {number}"
+    word = "Request" if len(names) == 1 else "Requests"
+    return f"{word} {', '.join(map(str, names))}"

@@ -10,7 +10,6 @@ from ..report.entry_words import what_of
 from ..report.wording import ReportText
 from .request_data import RequestData
 
-_SERVED = "It is served, and so are later ones with that -inf alone."
 _FEW = 4  # in a sentence; chosen
 _ALIKE = re.compile(r"\d+|(?<=\.)(?:keys?|values?)\b")  # layers of a cache
 
@@ -53,8 +52,7 @@ class RequestText(ReportText):
 
     def line(self) -> str:
         """The headline in one line; where nothing was run again, why that is so."""
-        is_run, is_served = self.report.explanation is not None, self.report.is_served
-        notes = [*self.report.notes * (not is_run), *self._advice() * is_served]
+        notes = self.report.notes * (self.report.explanation is None)
         return printable(" ".join([self.headline(), *notes]))
 
     def _outcome(self) -> list[str]:
@@ -65,7 +63,7 @@ class RequestText(ReportText):
             told.append("Which of these requests it is of is not known.")
         if report.left_by:
             told.append(f"{report.left_by} has left it there.")
-        return told + [_SERVED] * report.is_served
+        return told
 
     def _reasons(self) -> list[str]:
         return [*super()._reasons(), *self._left()]

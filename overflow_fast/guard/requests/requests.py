@@ -58,7 +58,6 @@ from .left_state import LeftState
 from .request import Request
 from .request_report import RequestReport
 from .row_order import RowOrder
-from .written_infs import WrittenInfs
 
 # Seconds for a moment without forwards before a replay. With less, a busy server waits
 # for more runs of explanations; with more, an explanation comes later. Chosen.
@@ -102,8 +101,6 @@ class Requests:
         self._left = LeftState(watches)
         for watch in () if has_optimizer else watches:
             watch.inputs.caller = "the program"
-        self._written = WrittenInfs()
-        self._is_asked = callable(config.on_overflow)
         self._gate = Gate(_WAIT)
         self.forwards = Forwards(
             *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
@@ -204,7 +201,7 @@ class Requests:
 
     def _new(self, ids: Sequence[object] | None) -> Request:
         self._note_thread()
-        return Request(self._numbers.begin(), ids, self._written)
+        return Request(self._numbers.begin(), ids, self._pipeline.collector.masks)
 
     def _note_thread(self) -> None:
         self._thread = self._thread or threading.get_ident()
@@ -359,7 +356,6 @@ class Requests:
     def _search_late(self, again: RequestAgain, unit: Unit, request: Request) -> None:
         """Searches what has made the program raise, and logs it."""
         error, unit.error, unit.policy = unit.error, None, "warn"
-        request.is_answered = True
         again.go_on()
         with self._lock, self._isolation.isolated():
             known = again.search(error)
@@ -393,27 +389,12 @@ class Requests:
         assert isinstance(report, RequestReport)
         report.note_explained()
         self._left.note(report.poisoned, report.subject)
-        if self._is_written(request, unit, report):
-            unit.policy = report.action = "warn"
-            report.is_served = True
         again = unit.again
         if isinstance(again, RequestAgain):
             again.note(report)
             if again.is_due:
-                request.is_answered = True
                 explain = functools.partial(self._explain_late, again, unit, report)
                 self._replays.later.start(explain)
-
-    def _is_written(self, request: Request, unit: Unit, report: Report) -> bool:
-        """True if all that is bad are infs that code has written, and it is served."""
-        if self._is_asked or unit.error is not None:
-            return False
-        output, is_seen = request.output, request.function is not None
-        if request.bad is not None:
-            output = request.bad.output if output is None else output
-            is_seen |= request.is_later_alike
-        is_all = self._written.note(report, unit.frames, output)
-        return is_all and is_seen and not request.is_answered
 
 
 def _line(report: Report) -> str:

@@ -50,7 +50,7 @@ def attribute(
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
-        first=_bad_entry(first, entry),
+        first=bad_entry(first, entry),
         origin=origin,
         masks=_tolerated(first, are_masks=True),
         allowed=_tolerated(first, are_masks=False),
@@ -63,7 +63,8 @@ def attribute(
     )
 
 
-def _bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
+def bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
+    """The entry of a bad frame, as reports have it."""
     stat = entry.stat
     label = entry_label(entry.place)
     is_of_call = entry.role in OF_CALLS

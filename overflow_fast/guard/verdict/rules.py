@@ -90,9 +90,10 @@ class Rules:
                 f"{type(allow).__name__}"
             )
         self._rules = [_rule_of(text, kinds) for text, kinds in allow.items()]
+        self._masks = set[TensorPath]()
 
     def __bool__(self) -> bool:
-        return bool(self._rules)
+        return bool(self._rules or self._masks)
 
     def check(self, names: Iterable[str]) -> None:
         """Raises NoModuleError for a rule that matches no module."""
@@ -115,13 +116,18 @@ class Rules:
 
     def allowed(self, path: TensorPath) -> int:
         """Returns the kinds of non-finite values that a place may hold, as bits."""
-        kinds = 0
+        kinds = _C.NEGATIVE_INF if path in self._masks else 0
         for rule in self._rules:
             is_there = fnmatchcase(path.module, rule.module)
             if is_there and fnmatchcase(dotted(path.rule_label), rule.label):
                 rule.has_matched = True
                 kinds |= rule.kinds
         return kinds
+
+    def let_through(self, masks: Iterable[TensorPath], watch: ModelWatch) -> None:
+        """Allows -inf at places from now on."""
+        self._masks.update(masks)
+        self.put_on(watch)
 
     def put_on(self, watch: ModelWatch) -> None:
         """Makes a watch's recorder follow the rules."""

@@ -22,10 +22,10 @@ class Scores(Assembled):
 
 
 class Attention(nn.Module):
-    def __init__(self, depth=3):
+    def __init__(self, fill=-INF, depth=3):
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.ModuleDict({"attn": Scores(linear=nn.Linear(8, 8), fill=-INF, at=0)})
+            nn.ModuleDict({"attn": Scores(linear=nn.Linear(8, 8), fill=fill, at=0)})
             for _ in range(depth)
         )
         self.out = nn.Linear(8, 1)
@@ -36,9 +36,9 @@ class Attention(nn.Module):
         return self.out(x).mean()
 
 
-def attention():
+def attention(fill=-INF):
     torch.manual_seed(0)
-    model = Attention()
+    model = Attention(fill)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
@@ -97,8 +97,8 @@ def test_both_signs_at_once_are_an_alarm_where_one_is_allowed():
 
 
 def test_other_places_are_an_alarm():
-    model, optimizer = attention()
-    allow = {"layers.0.attn:output[scores]": "-inf"}
+    model, optimizer = attention(INF)
+    allow = {"layers.0.attn:output[scores]": "inf"}
     with OverflowGuard(model, optimizer, allow=allow):
         with pytest.raises(NonFiniteError, match=r"of layers\.1\.attn"):
             run(model, optimizer)
@@ -162,10 +162,10 @@ def test_masks_in_buffers_need_no_rule():
 
 
 def test_rules_are_of_each_models_own_names():
-    models = {"a": attention()[0], "b": attention()[0]}
+    models = {"a": attention(INF)[0], "b": attention(INF)[0]}
     parameters = [p for model in models.values() for p in model.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=1e-3)
-    allow = {"a.*:output[scores]": "-inf"}
+    allow = {"a.*:output[scores]": "inf"}
     with OverflowGuard(models, optimizer, allow=allow):
         run(models["a"], optimizer)
         with pytest.raises(NonFiniteError, match=r"of b\.layers\.0\.attn"):
@@ -231,13 +231,15 @@ def test_a_rule_that_matches_nothing_is_reported_in_the_coverage():
 @pytest.mark.explains
 def test_the_report_gives_the_sign_and_the_rule(as_kept):
     model, optimizer = attention()
+    for layer in model.layers:
+        layer["attn"].at = slice(None)
     with OverflowGuard(model, optimizer, "warn") as guard:
         run(model, optimizer)
         rule = """allow={"layers.0.attn:output['scores']": '-inf'}"""
         assert rule in flat(guard.last_report)
         as_kept(guard.last_report.sentences())
         for layer in model.layers:
-            layer["attn"].fill = torch.tensor([INF, -INF, 0.0, 1.0])
+            layer["attn"].fill = torch.tensor([[INF], [-INF], [0.0], [1.0]])
         run(model, optimizer)
         as_kept(guard.last_report.sentences())
 
