@@ -239,7 +239,8 @@ class ModelWatch(StepHooks):
         is_in_step = self.is_in_step
         is_judged = self.on_left is not None and self.on_left(self, error)
         if is_judged and not is_in_step:
-            self.frames.take_evaluated(root.batch)
+            self.frames.receive_arrived()
+            self.frames.take_of({root.batch})
 
     def leave(self) -> None:
         """Ends a forward that an exception has left past the hooks: compiled code."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,6 +13,7 @@ from guarding import report_from
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.detector.steps import StepHooks
 from overflow_fast.options import Schedule
 
 pytestmark = pytest.mark.explains
@@ -332,3 +334,43 @@ def test_an_exception_in_a_forward_with_autograd_has_the_report():
             net(torch.full((2, 4), 3e38))
         assert guard.last_report.raised == "AssertionError"
         assert guard.last_report.explanation.cause == "range overflow"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"watch": "tripwire"}], ids=["all", "tripwire"]
+)
+def test_a_forward_that_raises_takes_nothing_of_a_request_whose_stats_are_late(
+    options, monkeypatch
+):
+    # As on a device that is busy: nothing has arrived until it is waited for.
+    process = StepHooks._process_arrived
+
+    def waited_for(self, max_in_flight):
+        if max_in_flight == 0:
+            process(self, max_in_flight)
+
+    monkeypatch.setattr(StepHooks, "_process_arrived", waited_for)
+
+    class Raises(nn.Linear):
+        error = None
+
+        def forward(self, x):
+            if self.error is not None:
+                raise self.error
+            return super().forward(x)
+
+    net = nn.Sequential(nn.Linear(4, 8), Raises(8, 2)).eval()
+    with OverflowGuard(net, explain=False, _defer=True, **options) as guard:
+        with pytest.raises(NonFiniteError) as raised:
+            ran(net, True)
+        late = guard.request(ids=["late"])
+        context = contextvars.copy_context()
+        context.run(late.__enter__)
+        context.run(ran, net, True)
+        net[1].error = raised.value  # of another guard's
+        with pytest.raises(NonFiniteError) as left:
+            ran(net)
+        assert left.value is raised.value
+        with pytest.raises(NonFiniteError) as ended:
+            context.run(late.__exit__, None, None, None)
+        assert names(ended.value) == ["late"]
