@@ -341,8 +341,14 @@ class Forwards:
 
     def leave_out(self, seconds: float) -> None:
         """Leaves seconds out of the request's time, which are no cost of watching."""
-        self._now.since += seconds
-        self._now.taken += seconds
+        now = self._now
+        now.since += seconds
+        now.taken += seconds
+        now.begin += seconds * bool(now.begin)
+
+    def begin_end(self) -> None:
+        """Begins the end of a request of this thread, which is of its time, too."""
+        self._now.begin = self._now.begin or perf_counter()
 
     def end_request(self) -> float | None:
         """Ends the request of this thread; the requests of others overlap with it.

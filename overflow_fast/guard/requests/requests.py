@@ -278,6 +278,7 @@ class Requests:
         """Ends a request, in whatever context; judges it unless it was interrupted."""
         request = begun.request
         begun.end()
+        self.forwards.begin_end()
         if request is not None and (error is None or isinstance(error, Exception)):
             with self._isolation.isolated():
                 for watch in self._watches:
@@ -293,6 +294,7 @@ class Requests:
             NonFiniteError: If it is bad and the policy is to raise, unless the
                 program's own code has raised.
         """
+        self.forwards.begin_end()
         request.raised = None if error is None else type(error)
         for watch in self._watches:
             watch.warnings.give_once(watch.recorder)
@@ -303,8 +305,9 @@ class Requests:
             try:
                 self._judge(request, error)
             finally:
+                seconds = request.seconds + self.forwards.take_seconds()
                 self._pipeline.end_request(
-                    *(request.number, not request.is_left_out, request.seconds),
+                    *(request.number, not request.is_left_out, seconds),
                     self.forwards.end_request(),
                 )
 

@@ -1,5 +1,6 @@
 """Forwards without autograd: whose request is bad, and why."""
 
+import contextlib
 import itertools
 import logging
 import re
@@ -15,8 +16,9 @@ from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.explainer import long_explanation
-from overflow_fast.guard.requests import forwards
+from overflow_fast.guard.requests import again, forwards
 from overflow_fast.guard.requests.left_state import LeftState
+from overflow_fast.guard.requests.requests import Requests
 from overflow_fast.guard.watching import watch as watching
 
 pytestmark = pytest.mark.explains
@@ -902,6 +904,29 @@ def test_what_a_tripwire_takes_behind_a_forward_is_measured_with_the_next(monkey
             net(rows_bad())
             costs.append(guard.cost.guard_seconds)
     assert round(costs[2]) == 4  # to hold it; when it ends, and the rest of the last
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_the_end_of_a_request_is_of_its_cost_and_no_replay_is(is_bad, monkeypatch):
+    class Slow(nn.Linear):
+        def forward(self, x):
+            clock[0] += 1000.0
+            return super().forward(x)
+
+    net, clock, judge = Slow(4, 2).eval(), [1.0], Requests._judge
+
+    def judged(self, request, error):
+        clock[0] += 100.0
+        judge(self, request, error)
+
+    for module in (forwards, again):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Requests, "_judge", judged)
+    with OverflowGuard(net) as guard, contextlib.suppress(NonFiniteError):
+        with torch.no_grad(), guard.request():
+            net(rows_bad(*[1] * is_bad))
+    assert (clock[0] > 1200) == is_bad  # it was run again
+    assert 100 <= guard.cost.guard_seconds < 200
 
 
 def test_a_finite_forward_of_a_tripwire_keeps_nothing_of_its_arguments():
