@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ _CONTAINERS = (
 )
 # Names of modules of packages and of Python, as most are: each is looked at once.
 _installed: set[str] = set()
+_folders: dict[str, bool] = {}  # whether their files are the program's
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
@@ -52,7 +54,10 @@ def _own_modules() -> list[types.ModuleType]:
         if not isinstance(module, types.ModuleType):
             continue
         file = vars(module).get("__file__")  # what is imported at its first use is not
-        if isinstance(file, str) and not is_of_program(file):
+        folder = os.path.dirname(file) or file if isinstance(file, str) else ""
+        if isinstance(file, str) and folder not in _folders:
+            _folders[folder] = is_of_program(file)
+        if isinstance(file, str) and not _folders[folder]:
             _installed.add(name)
         elif isinstance(file, str) or vars(module).get("__name__") == "__main__":
             modules.append(module)
