@@ -199,13 +199,17 @@ class _FirstOperation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise _Stop
 
 
-def _is_cached(weight: torch.Tensor, device: str) -> bool:
+def _is_cached(weights: Iterable[torch.Tensor], device: str) -> bool:
     """True if autocast has a cast of a weight: it needs none before a product."""
     first = _FirstOperation()  # type: ignore[no-untyped-call]
     region = torch.autocast(device, cache_enabled=True)
-    with contextlib.suppress(_Stop), region, torch.enable_grad(), first:
-        torch.mm(weight, weight)
-    return first.found is torch.ops.aten.mm.default
+    with region, torch.enable_grad(), first:
+        for each in (w for w in weights if w.device.type == device):
+            with contextlib.suppress(_Stop):
+                torch.mm(each, each)
+            if first.found is torch.ops.aten.mm.default:
+                return True
+    return False
 
 
 def _reads_casts_later(weights: Iterable[torch.Tensor]) -> bool:
@@ -215,12 +219,10 @@ def _reads_casts_later(weights: Iterable[torch.Tensor]) -> bool:
         return True
     is_within = torch.autocast_increment_nesting() > 1
     try:
-        return is_within or any(
-            _is_cached(each, each.device.type)
-            for each in weights
-            if each.requires_grad and each.is_leaf and each.dtype == torch.float32
-            if each.device.type in kinds and type(each) in _PLAIN
-        )
+        own = [w for w in weights if type(w) in _PLAIN and w.dtype == torch.float32]
+        own = [w for w in own if w.requires_grad and w.is_leaf]
+        devices = {w.device.type for w in own}.intersection(kinds)
+        return is_within or any(_is_cached(own, device) for device in devices)
     finally:
         torch.autocast_decrement_nesting()
 
