@@ -107,7 +107,7 @@ class ReplayCheck(Observer):
         watches: Sequence[ModelWatch],
         make_watches: Callable[[], list[ModelWatch]],
     ) -> None:
-        self._step = {kind: _stats_of(watches, kind) for kind in _KINDS}
+        self._step = _stats_of(watches)
         self._replay = {kind: dict[_Key, Extremes]() for kind in _KINDS}
         self._make_watches = make_watches
 
@@ -122,7 +122,7 @@ class ReplayCheck(Observer):
                 for watch in watches:
                     watch.frames.send()
                     watch.frames.receive(is_lagged=False)
-                self._replay = {kind: _stats_of(watches, kind) for kind in _KINDS}
+                self._replay = _stats_of(watches)
                 collect(watches)  # what was bad, and held for evidence, is let go
                 for watch in watches:
                     watch.end_judgement(is_lagged=False)
@@ -168,16 +168,17 @@ class ReplayCheck(Observer):
 
 
 def _stats_of(
-    watches: Sequence[ModelWatch], kind: _C.FrameKind
-) -> dict[_Key, Extremes]:
+    watches: Sequence[ModelWatch],
+) -> dict[_C.FrameKind, dict[_Key, Extremes]]:
     """The extremes that recorders have noted, by their place, in execution order."""
-    found = {}
+    found = {kind: dict[_Key, Extremes]() for kind in _KINDS}
     for watch in watches:
         row = watch.recorder.running_row()
         columns = watch.recorder.row_columns(0)[: row.num_entries]
         for column, stats in zip(columns, _rows(row), strict=True):
-            if column.place.kind == kind and stats.num_tensors:
-                found[path_of(watch, column.place), column.dtype] = stats
+            own = found.get(column.place.kind)
+            if own is not None and stats.num_tensors:
+                own[path_of(watch, column.place), column.dtype] = stats
     return found
 
 
