@@ -121,7 +121,9 @@ def tensors_in(
         objects: The number of objects that are opened.
     """
     parts = _parts_of_call(value) or (value,)
-    if depth > 2 and all(map(_is_flat, parts)):  # most calls, and what they return
+    if _LEAVES.issuperset(map(type, parts)):  # most calls, and what they return
+        return [each for each in parts if type(each) in _TENSORS]
+    if depth > 2 and all(map(_is_flat, parts)):
         return _of_flat(parts)
     walk = Walk((torch.Tensor,), depth, objects=objects)
     walk.visit(value)
@@ -158,6 +160,8 @@ def find(
     """
     if issubclass(type(value), kinds):
         return [((), value)]
+    if type(value) in _skipped_for(kinds):
+        return []
     walk = Walk(kinds, depth, most=most)
     walk.visit(value)
     return walk.found
@@ -255,7 +259,7 @@ def _of_flat(values: Iterable[Any]) -> list[torch.Tensor]:
         elif id(value) not in opened:
             opened.add(id(value))
             leaves += value.values() if type(value) is dict else value
-    return [leaf for leaf in leaves if type(leaf) is torch.Tensor]
+    return [leaf for leaf in leaves if type(leaf) in _TENSORS]
 
 
 def _shallow(value: Any) -> Any:
@@ -389,7 +393,8 @@ _PLAIN = frozenset(
         *(torch.Size, torch.dtype, torch.device),
     }
 )
-_LEAVES = _PLAIN | {torch.Tensor}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+_LEAVES = _PLAIN | _TENSORS
 _BUILTINS = frozenset({tuple, list, dict})
 _WITH_ITEMS = (tuple, list, dict, deque, torch.Tensor)
 _NEVER_OPENED = (
