@@ -45,11 +45,10 @@ def walk(model: nn.Module) -> list[tuple[str, nn.Module]]:
             continue
         seen.add(id(module))
         found.append((fqn, module))
-        children = children_of(module)
-        if children:
-            prefix = f"{fqn}." if fqn else ""
-            pairs = reversed(children.items())
-            waiting += [(f"{prefix}{key}", child) for key, child in pairs]
+        held = getattr(module, MODULES)
+        if held:  # most modules of a model have none
+            prefix, pairs = f"{fqn}." if fqn else "", reversed(held.items())
+            waiting += [(f"{prefix}{k}", each) for k, each in pairs if each is not None]
     return found
 
 

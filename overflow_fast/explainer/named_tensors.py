@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tens
 
 
 def partitions_of(
-    models: Mapping[str, nn.Module],
+    named: Iterable[tuple[str, str, torch.Tensor]],
 ) -> list[tuple[str, str, torch.Tensor]]:
     """Lists what parameters hold in attributes, as `names_of()`: partitions of them.
 
@@ -34,7 +34,7 @@ def partitions_of(
     """
     return [
         (kind, name, value)
-        for kind, name, parameter in names_of(models)
+        for kind, name, parameter in named
         for key, value in getattr(parameter, "__dict__", {}).items()
         if kind == "parameter" and isinstance(value, torch.Tensor) and "grad" not in key
     ]

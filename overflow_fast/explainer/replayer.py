@@ -622,8 +622,8 @@ class Replayer:
                 yield
             return
         leaves = [Leaf("batch", name, tensor) for name, tensor in call.leaves()]
-        named = names_of(self.models) + partitions_of(self.models)
-        leaves += [Leaf(*found) for found in named]
+        named = names_of(self.models)
+        leaves += [Leaf(*found) for found in named + partitions_of(named)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         leaves += held_leaves(self.models, call.around())
         result.table = OpTable(leaves, step.looks_back)
