@@ -260,6 +260,7 @@ def base_of(name: str) -> str:
     return name.split(".")[1] if "." in name else name
 
 
+@functools.cache
 def plain_name(name: str) -> str:
     """The one name of an operation that has several."""
     plain = ALIASES.get(name, name)

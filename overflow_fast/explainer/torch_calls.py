@@ -16,7 +16,6 @@ with changes, where no operations are traced: it has a version, and a copy if ne
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -188,14 +187,14 @@ class TorchCalls(TorchFunctionMode):
             name = getattr(getattr(func, "__self__", None), "__name__", "")
         if has(name, "tells"):  # it makes no tensor
             return func(*args, **kwargs)
-        call = None
         with _C.OwnCode(True):
             is_own = _are_plain((args, kwargs))
-        # It raises of a tensor of a kind that has no version.
-        with _C.OwnCode(is_own), contextlib.suppress(RuntimeError):
+        with _C.OwnCode(is_own):
             frames = _frames(sys._getframe(1))
-            if frames:
-                call = self._begun(name, func, args, kwargs, frames)
+            try:  # it raises of a tensor of a kind that has no version
+                call = self._begun(name, func, args, kwargs, frames) if frames else None
+            except RuntimeError:
+                call = None
         if call is None:  # it is none of the program's
             return func(*args, **kwargs)
         result = self.run(call, args, kwargs)
@@ -272,11 +271,15 @@ def tensors_among(value: Any) -> list[torch.Tensor]:
     return [each for each in leaves(value) if isinstance(each, torch.Tensor)]
 
 
+_LEAVES = {*PLAIN, torch.dtype, torch.device, int, float, bool, str, type(None)}
+
+
 def _are_plain(value: Any) -> bool:
     """True for tensors of torch's own classes: of others code may be the program's."""
     kind = type(value)
     if kind in (tuple, list, dict, torch.Size):
-        return all(map(_are_plain, value.values() if kind is dict else value))
+        held = value.values() if kind is dict else value
+        return _LEAVES.issuperset(map(type, held)) or all(map(_are_plain, held))
     return kind in PLAIN or not issubclass(kind, (torch.Tensor, tuple, list, dict))
 
 
@@ -284,7 +287,9 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], Value]) -> Any:
     """The same with a `Value` for each tensor; pytree's own takes ten times as long."""
     kind = type(value)
     if kind is tuple or kind is list:
-        return kind([_mapped(each, change) for each in value])
+        return kind(
+            [change(e) if type(e) in PLAIN else _mapped(e, change) for e in value]
+        )
     if kind is dict:
         return {key: _mapped(each, change) for key, each in value.items()}
     return change(value) if isinstance(value, torch.Tensor) else value
@@ -299,20 +304,14 @@ def running_call() -> TorchCall | None:
 
 
 def _version_of(tensor: torch.Tensor) -> int:
-    return _C.versions_of([tensor])[0]
+    return _C.version_of(tensor) or 0
 
 
-# The files of the modes, whose frames stand between a call and who made it.
-_MODES = {
-    __file__,
-    str(Path(__file__).parent / "wider.py"),
-    *(
-        str(Path(__file__).parent / "remedies" / name)
-        for name in ("call_patch.py", "true_step.py")
-    ),
-}
-_PLUMBING = _MODES | {
-    f"{torch.__path__[0]}/{name}.py"
+_HERE, _TORCH = Path(__file__).parent, torch.__path__[0]
+_MODES = ("torch_calls", "wider", "remedies/call_patch", "remedies/true_step")
+# The files of the modes and of torch that stand between a call and who made it.
+_PLUMBING = {str(_HERE / f"{name}.py") for name in _MODES} | {
+    f"{_TORCH}/{name}.py"
     for name in (
         *("overrides", "_tensor", "functional", "nn/functional", "_VF"),
         *("_jit_internal", "nn/modules/module", "utils/_contextlib", "_compile"),
@@ -329,7 +328,7 @@ def _frames(frame: FrameType | None) -> list[FrameType]:
     found: list[FrameType] = []
     while frame is not None and len(found) < _MOST_SITES:
         code, file = frame.f_code, frame.f_code.co_filename
-        if is_own(file) and file not in _MODES:
+        if file not in _PLUMBING and is_own(file):
             if not found or code.co_name in BEGINS:
                 break
         elif file not in _PLUMBING and code.co_name != "__torch_function__":

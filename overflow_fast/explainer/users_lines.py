@@ -45,7 +45,8 @@ class Site(NamedTuple):
     @classmethod
     def of(cls, frame: FrameType) -> Site:
         """Where a frame runs now."""
-        return cls(frame.f_code, frame.f_lineno, frame.f_lasti)
+        # What a named tuple's own `__new__` does, in half of the time.
+        return tuple.__new__(cls, (frame.f_code, frame.f_lineno, frame.f_lasti))
 
     @property
     def file(self) -> str:
