@@ -20,7 +20,7 @@ from ..torch_internals.tensor_internals import (
     is_zero_tensor,
     local_tensor,
     sparse_values,
-    storages,
+    storage_of,
 )
 from .modules import tensors_of
 from .tree import INDEX, Part, children, tensors_in
@@ -327,8 +327,8 @@ def signs_of(kinds: int) -> str:
 
 def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor has an element for all of its memory."""
-    size = tensor.numel() * tensor.element_size()
-    return all(storage.nbytes() == size for storage in storages(tensor).values())
+    storage = storage_of(tensor)
+    return storage is None or storage.nbytes() == tensor.numel() * tensor.itemsize
 
 
 # Copies of many tensors, in the memory of earlier copies.

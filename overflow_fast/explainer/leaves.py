@@ -133,18 +133,16 @@ class LeafMap:
     def __init__(self, leaves: Iterable[Leaf]) -> None:
         self._leaves: dict[int, dict[_Extent, Leaf]] = {}
         for leaf in leaves:
-            if leaf.tensor is not None:
-                for key in memory_of(leaf.tensor):
-                    own = self._leaves.setdefault(key, {})
-                    own.setdefault(_extent_of(leaf.tensor), leaf)
+            if leaf.tensor is not None and (memory := memory_of(leaf.tensor)):
+                own = self._leaves.setdefault(memory, {})
+                own.setdefault(_extent_of(leaf.tensor), leaf)
 
     def overlapping(self, tensor: torch.Tensor) -> dict[_Extent, Leaf]:
         """The leaves that have memory in common with a tensor, by where they lie."""
         begin, end = _extent_of(tensor)
         return {
             extent: leaf
-            for key in memory_of(tensor)
-            for extent, leaf in self._leaves.get(key, {}).items()
+            for extent, leaf in self._leaves.get(memory_of(tensor), {}).items()
             if extent[0] < end and begin < extent[1]
         }
 

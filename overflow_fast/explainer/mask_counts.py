@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from ..base.torch_ops import has
-from .memory import StorageMap
 from .op_call import OpCall
 from .tensor_kinds import Kinds, is_float
 
@@ -32,7 +31,7 @@ class MaskCounts:
 
     def __init__(self, kinds: Kinds) -> None:
         self._kinds = kinds
-        self._known: StorageMap[str] = StorageMap()
+        self._known: dict[int, str] = {}
 
     def note(self, op: OpCall) -> None:
         """Takes in what an operation returned in memory of its own."""
@@ -48,20 +47,20 @@ class MaskCounts:
             kind = max(map(self._sum_of, read), key=_ORDER.index, default="")
         elif len(read) == 1 and fresh[0].numel() == read[0].numel():  # and no median
             is_mask = is_cast and not is_float(read[0])
-            kind = _MASK if is_mask else self._known.get(read[0]) or ""
+            kind = _MASK if is_mask else self._kind_of(read[0])
         if kind:
             for tensor in fresh:
-                self._known.put(tensor, kind)
+                self._known[self._kinds.number_of(tensor)] = kind
 
     def sums_no_label(self, value: Any) -> bool:
         """True for a sum of losses to which no label has added one."""
         is_tensor = isinstance(value, torch.Tensor)
-        return is_tensor and self._known.get(value) == _UNLABELED
+        return is_tensor and self._kind_of(value) == _UNLABELED
 
     def counts_in(self, op: OpCall) -> list[torch.Tensor]:
         """Finds inputs of an operation that count the elements which a mask selects."""
         read = op.read(floats=False)
-        kinds = [self._known.get(tensor) for tensor in read]
+        kinds = [self._kind_of(tensor) for tensor in read]
         is_mean = len(read) == 2 and all(kinds)  # of what may be nothing but zeros
         return [
             tensor
@@ -69,15 +68,19 @@ class MaskCounts:
             if kind == _COUNT or (kind == _ZERO and is_mean)
         ]
 
+    def _kind_of(self, tensor: torch.Tensor) -> str:
+        return self._known.get(self._kinds.number_of(tensor), "")
+
     def _sum_of(self, tensor: torch.Tensor) -> str:
         """Classifies the sum of a tensor."""
-        if self._known.get(tensor) == _UNLABELED:
+        known = self._kind_of(tensor)
+        if known == _UNLABELED:
             return _UNLABELED
-        if not is_float(tensor) or self._known.get(tensor) == _MASK:
+        if not is_float(tensor) or known == _MASK:
             return _COUNT
         if tensor.numel() == 0:
             return _ZERO
-        stat = self._kinds.stat(tensor)
+        ((_, stat),) = self._kinds.of([tensor], is_exact=True)
         if stat.abs_max == 1 and stat.abs_min in (0, 1):
             return _COUNT
         return _ZERO if stat.abs_max == 0 else _SUM

@@ -1,61 +1,45 @@
-"""The memory of tensors: facts about it, and what it held before it was written to.
-
-A fact about memory holds for every tensor that shares it.
-"""
+"""The memory of tensors: its number, and what it held before it was written to."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing import reductions
 
-from ..base.tensors import PLAIN
-from ..torch_internals.tensor_internals import storage_number, storages
+from ..torch_internals.tensor_internals import storage_number, storage_of
 
 
-def memory_of(tensor: torch.Tensor) -> dict[int, torch.UntypedStorage]:
-    """The storages of a tensor by their numbers, as `storages()`; of most at once."""
-    if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
-        return storages(tensor)
-    try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # within a transform
-        return {}
-    return {storage_number(storage): storage}
+def memory_of(tensor: torch.Tensor) -> int:
+    """The number of a tensor's memory; 0 for a tensor that has none."""
+    storage = storage_of(tensor)
+    return 0 if storage is None else storage_number(storage)
 
 
-_Fact = TypeVar("_Fact")
 _weakly: Any = reductions.StorageWeakRef
 
 
-class StorageMap(Generic[_Fact]):
-    """Maps memory to a fact, until it is freed; given out again, it is other memory."""
+class Memories:
+    """Numbers memory: a fact about a number is one about each tensor in that memory.
+
+    A weak reference keeps a number from being given out again once its memory is freed.
+    """
 
     def __init__(self) -> None:
-        self._facts: dict[int, tuple[Any, _Fact]] = {}
+        self._held: dict[int, Any] = {}
+        self._without = itertools.count(-1, -1)
 
-    def __len__(self) -> int:
-        return len(self._facts)
-
-    def get(self, tensor: torch.Tensor) -> _Fact | None:
-        """The fact about a tensor's memory, or None."""
-        for key in memory_of(tensor) if self._facts else ():
-            known = self._facts.get(key)
-            if known is not None and not known[0].expired():
-                return known[1]
-        return None
-
-    def put(self, tensor: torch.Tensor, fact: _Fact) -> None:
-        """Notes a fact in place of what there was."""
-        for key, storage in memory_of(tensor).items():
-            self._facts[key] = _weakly(storage), fact
-
-    def drop(self, tensor: torch.Tensor) -> None:
-        """Forgets the fact about a tensor's memory."""
-        for key in memory_of(tensor) if self._facts else ():
-            self._facts.pop(key, None)
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's memory; without one a new number below 0."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return next(self._without)
+        number = storage_number(storage)
+        if number not in self._held:
+            self._held[number] = _weakly(storage)
+        return number
 
 
 # What memory held.

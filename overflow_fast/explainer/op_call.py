@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,6 +116,7 @@ class OpCall:
         func: The operation.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
+        number_of: See `OpObserver`.
         index: Its place in the order of execution.
         name: Its name, such as "aten.div.Tensor".
         base: The same without namespace and overload, such as "div".
@@ -123,6 +125,8 @@ class OpCall:
         written: The tensors that it writes to.
         output: What it returned.
         returned: The tensors in that.
+        memory: The numbers of the memory of all these tensors, by their `id`.
+        fresh: The results that it has returned in memory of their own.
         is_taped: Whether the tape holds, or held, what it has read and written.
         given: The tensors that it was given as they were, by their `id`; if taped.
         results: The float tensors that it returned, and those that it wrote to; if
@@ -153,6 +157,7 @@ class OpCall:
     func: Any
     args: Any
     kwargs: Any
+    number_of: Callable[[torch.Tensor], int] = memory_of
     index: int = 0
     name: str = field(init=False)
     base: str = field(init=False)
@@ -161,6 +166,8 @@ class OpCall:
     written: list[torch.Tensor] = field(default_factory=list)
     output: Any = None
     returned: list[torch.Tensor] = field(default_factory=list)
+    memory: dict[int, int] = field(init=False)
+    fresh: list[torch.Tensor] = field(default_factory=list)
     is_taped: bool = False
     given: dict[int, TapedTensor] = field(default_factory=dict)
     results: list[TapedTensor] = field(default_factory=list)
@@ -186,12 +193,12 @@ class OpCall:
     details: Details | None = None
     _overwritten: list[torch.Tensor] = field(default_factory=list)
     _kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    _fresh: list[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.name, self.base, writes, self.is_view = _signature(self.func)
         args, kwargs = self.args, self.kwargs
         self.arguments = tensors_in((args, kwargs))
+        self.memory = {id(each): self.number_of(each) for each in self.arguments}
         for place, name, is_overwritten in writes:
             tensors = tensors_in(args[place] if place < len(args) else kwargs.get(name))
             self.written += tensors
@@ -246,19 +253,14 @@ class OpCall:
         code = _C.OwnCode(False)  # it may be the program's
         with code:
             self.output = self.func(*self.args, **self.kwargs)
-        self.returned = tensors_in(self.output)
+        is_one = type(self.output) is torch.Tensor
+        self.returned = [self.output] if is_one else tensors_in(self.output)
         if not are_plain(self.returned):
             code.__enter__()  # so may be what looks at these
+        given = () if self.is_constant else {*self.memory.values()} - {0}
+        self.memory |= {id(each): self.number_of(each) for each in self.returned}
+        self.fresh = [t for t in self.returned if self.memory[id(t)] not in given]
         return self.output
-
-    @property
-    def fresh(self) -> list[torch.Tensor]:
-        """The results that it has returned in memory of their own."""
-        if self._fresh is None:
-            given = () if self.is_constant else self.arguments
-            known = {key for tensor in given for key in memory_of(tensor)}
-            self._fresh = [t for t in self.returned if known.isdisjoint(memory_of(t))]
-        return self._fresh
 
     @property
     def made(self) -> list[torch.Tensor]:
@@ -282,7 +284,7 @@ class OpCall:
         Autograd copies a gradient that somebody else refers to.
         """
         del self.output, self.returned, self.arguments, self.written
-        del self._fresh, self._overwritten, self._kept
+        del self.memory, self.fresh, self._overwritten, self._kept
         self.let_go()
 
     def let_go(self) -> None:

@@ -32,7 +32,7 @@ from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_d
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .meant_infs import is_asked, is_meant, returns_meant
-from .memory import StorageMap
+from .memory import Memories
 from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
@@ -84,11 +84,12 @@ class OpTable(OpObserver):
         self.bad_modules: list[tuple[str, torch.Tensor]] = []
         self.masked_modules: dict[str, list[Source]] = {}
         self.is_compiled, self._may_be_compiled = False, has_compiled()
-        self.kinds = Kinds()
+        self.number_of = Memories().number_of
+        self.kinds = Kinds(self.number_of)
         self._mask_counts = MaskCounts(self.kinds)
-        self._bad: StorageMap[list[Source]] = StorageMap()
-        self._empty: StorageMap[OpCall] = StorageMap()
-        self._writers: StorageMap[tuple[OpCall, ...]] = StorageMap()
+        self._bad: dict[int, list[Source]] = {}
+        self._empty: dict[int, OpCall] = {}
+        self._writers: dict[int, tuple[OpCall, ...]] = {}
         self._given, self._leaves = leaves, LeafMap(leaves)
         self._num_details = 0
         self._by_sequence: dict[int, list[OpCall]] = {}
@@ -100,7 +101,8 @@ class OpTable(OpObserver):
 
     def sources(self, tensor: torch.Tensor) -> list[Source]:
         """The sources of the non-finite values of a tensor."""
-        known, empty = self._bad.get(tensor), self._empty.get(tensor)
+        number = self.number_of(tensor)
+        known, empty = self._bad.get(number), self._empty.get(number)
         if known is not None:
             return known
         if empty is not None:
@@ -125,7 +127,7 @@ class OpTable(OpObserver):
         return [leaf for leaf in known if leaf.is_usual]
 
     def _is_bad(self, leaf: Leaf) -> bool:
-        return leaf.tensor is not None and any(self.kinds.of([leaf.tensor]))
+        return leaf.tensor is not None and self.kinds.of([leaf.tensor])[0][0] != 0
 
     def _name_of(self, tensor: torch.Tensor) -> str:
         """The name of the weight, buffer or input that it is or views; "" for none."""
@@ -151,11 +153,10 @@ class OpTable(OpObserver):
             if not op.is_view:
                 op.keep_written()
                 op.run()
-            with torch.no_grad():
-                self._note_written(op)
-                if self._tape is not None:
-                    self._tape.end(op)
-                self._end(op, read)
+            self._note_written(op)
+            if self._tape is not None:
+                self._tape.end(op)
+            self._end(op, read)
             return op.output
         finally:
             op.end()
@@ -163,7 +164,8 @@ class OpTable(OpObserver):
     def _begin(self, op: OpCall, modules: ModuleStack) -> None:
         modules.note_caller(op)
         op.index, op.torch_call = len(self.ops), running_call()
-        op.derivative_of = self._differentiated(op)
+        if op.node:
+            op.derivative_of = self._differentiated(op)
         self.ops.append(op)
         sequence = next_sequence() - 1  # the number of this thread's last node
         if sequence > self._last.get(op.thread, -1):
@@ -187,11 +189,13 @@ class OpTable(OpObserver):
     def _read(self, op: OpCall) -> _Read:
         """Notes which operations wrote what one reads; returns what is bad of it."""
         read = op.read()
-        ops = [each for t in read for each in self._writers.get(t) or ()]
+        wrote = (self._writers.get(op.memory[id(tensor)], ()) for tensor in read)
+        ops = [each for some in wrote for each in some]
         op.read_from = tuple(dict.fromkeys(ops))
+        seen = self.kinds.of(read, op.memory)
         found = [
             (self.sources(tensor), kinds, tensor.numel())
-            for tensor, kinds in zip(read, self.kinds.of(read), strict=True)
+            for tensor, (kinds, _) in zip(read, seen, strict=True)
             if kinds
         ]
         if self._tape is not None:
@@ -200,11 +204,12 @@ class OpTable(OpObserver):
 
     def _note_written(self, op: OpCall) -> None:
         for tensor in op.fresh:
-            self._writers.put(tensor, (op,))
+            self._writers[op.memory[id(tensor)]] = (op,)
         for tensor in op.written:  # of many writers to the same memory the last ones
+            number = op.memory[id(tensor)]
             is_over = op.overwrites(tensor) and is_whole(tensor)
-            before = () if is_over else self._writers.get(tensor) or ()
-            self._writers.put(tensor, (*before[1 - _MOST_WRITERS :], op))
+            before = () if is_over else self._writers.get(number, ())
+            self._writers[number] = (*before[1 - _MOST_WRITERS :], op)
 
     def last_bad(self) -> Iterator[OpCall]:
         """Yields the operations that made non-finite values, the last one first."""
@@ -214,8 +219,8 @@ class OpTable(OpObserver):
         """Notes which leaves were written to; lets go of what later operations need."""
         for leaf in self._given:
             if leaf.look is not None and leaf.tensor is not None:
-                is_other = leaf.look() is not leaf.tensor
-                leaf.is_written = is_other or self._writers.get(leaf.tensor) is not None
+                is_made = self.number_of(leaf.tensor) in self._writers
+                leaf.is_written = is_made or leaf.look() is not leaf.tensor
         carried = [each for each in self._given if each.is_written and each.is_read]
         self.carried = [leaf.name for leaf in carried]
         if self._tape is not None:
@@ -233,10 +238,11 @@ class OpTable(OpObserver):
         floats = floats_in(values)
         with no_dispatch(), _C.OwnCode(are_plain(floats)):
             found = self.kinds.of(floats)
-        for tensor, kinds in zip(floats, found, strict=True):
+        for tensor, (kinds, _) in zip(floats, found, strict=True):
             # A mask's -inf is passed on; any other has an operation that made it.
-            made = (s for s in self._bad.get(tensor) or () if not is_meant(s, kinds))
-            if kinds & ~NEGATIVE_INF or (kinds and any(made)):
+            known = self._bad.get(self.number_of(tensor), ()) if kinds else ()
+            made = (each for each in known if not is_meant(each, kinds))
+            if kinds & ~NEGATIVE_INF or any(made):
                 self.bad_modules.append((name, tensor))
             elif kinds:
                 self.masked_modules.setdefault(name, []).extend(self.sources(tensor))
@@ -253,22 +259,23 @@ class OpTable(OpObserver):
             self._note_communication(op, read)
             return
         if op.is_empty:
-            for tensor in op.fresh:
-                self._empty.put(tensor, op)
+            self._empty.update((op.memory[id(tensor)], op) for tensor in op.fresh)
             return
         self._mask_counts.note(op)
         made, bad = op.made, []
-        found = self.kinds.of(made)
-        op.abs_max = self.kinds.stat(made[0]).abs_max if made else None
-        for tensor, kinds in zip(made, found, strict=True):
+        seen = self.kinds.of(made, op.memory, is_exact=True)
+        op.abs_max = seen[0][1].abs_max if seen else None
+        for tensor, (kinds, _) in zip(made, seen, strict=True):
+            number = op.memory[id(tensor)]
             if kinds:
                 bad.append(tensor)
                 op.kinds |= kinds
-            elif (self._bad or self._empty) and is_whole(tensor):  # it is gone there
-                self._bad.drop(tensor)
-                self._empty.drop(tensor)
+            elif (number in self._bad or number in self._empty) and is_whole(tensor):
+                self._bad.pop(number, None)  # it is gone there
+                self._empty.pop(number, None)
         if bad:
-            self._note_bad(op, bad, read)
+            with torch.no_grad():
+                self._note_bad(op, bad, read)
 
     def _note_communication(self, op: OpCall, read: _Read) -> None:
         """Notes that what arrives came from other ranks, or from here.
@@ -278,9 +285,8 @@ class OpTable(OpObserver):
         op.parents = [s for of, k, _ in read for s in of if not is_meant(s, k)]
         for tensor in [*op.arguments, *op.returned]:
             self.kinds.forget([tensor])
-            self._empty.drop(tensor)
-            if self._bad.get(tensor) is None:
-                self._bad.put(tensor, [op])
+            self._empty.pop(op.memory[id(tensor)], None)
+            self._bad.setdefault(op.memory[id(tensor)], [op])
 
     def _note_bad(self, op: OpCall, bad: Sequence[torch.Tensor], read: _Read) -> None:
         """Notes where bad results came from, or that they began here."""
@@ -303,10 +309,8 @@ class OpTable(OpObserver):
         else:
             op.is_asked = all(map(is_asked, op.parents))
         for tensor in bad:
-            known = self._bad.get(tensor)
-            if known is None:
-                self._bad.put(tensor, [op])
-            elif len(known) < _MAX_SOURCES and known[-1] is not op:
+            known = self._bad.setdefault(op.memory[id(tensor)], [op])
+            if len(known) < _MAX_SOURCES and known[-1] is not op:
                 known.append(op)
 
     def _detail(self, op: OpCall, bad: Sequence[torch.Tensor]) -> None:

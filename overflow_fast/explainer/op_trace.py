@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..torch_internals.replaying import (
     sequence_of,
     without_torch_function,
 )
+from .memory import memory_of
 from .op_call import OpCall, name_of
 from .users_lines import Sites, UsersLines, runs_in_hook
 
@@ -107,7 +108,13 @@ class ModuleStack:
 
 
 class OpObserver:
-    """Sees the operations of a trace, and what modules are given and return."""
+    """Sees the operations of a trace, and what modules are given and return.
+
+    Attributes:
+        number_of: Returns the number of a tensor's memory.
+    """
+
+    number_of: Callable[[torch.Tensor], int] = staticmethod(memory_of)
 
     def looks_at(self, name: str) -> bool:
         """True if operations of this name are to be run by `run()`."""
@@ -183,8 +190,9 @@ class OpTrace(TorchDispatchMode):
             if not self._observer.looks_at(name):
                 return func(*args, **kwargs)
             # A tensor of another class may have operations of the program's.
-            with _C.OwnCode(all(each in PLAIN for each in types)):
-                return self._observer.run(OpCall(func, args, kwargs), self._modules)
+            with _C.OwnCode(not types or all(each in PLAIN for each in types)):
+                op = OpCall(func, args, kwargs, self._observer.number_of)
+                return self._observer.run(op, self._modules)
 
     @contextmanager
     def _again(self) -> Iterator[None]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import collections
 import heapq
 import weakref
+from collections.abc import Mapping
 
 import torch
 
 from ..base.tensors import PLAIN
-from .memory import Contents, StorageMap, TapedTensor, memory_of
+from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .tensor_kinds import is_float
 
@@ -30,31 +31,29 @@ class Tape:
         writers: The operations that have written to memory.
     """
 
-    def __init__(self, writers: StorageMap[tuple[OpCall, ...]]) -> None:
+    def __init__(self, writers: Mapping[int, tuple[OpCall, ...]]) -> None:
         self._writers = writers
         self._ops: collections.deque[OpCall] = collections.deque()
         # Of each memory, as long as an operation has read or written it so.
-        self._now: weakref.WeakValueDictionary[int, Contents] = (
-            weakref.WeakValueDictionary()
-        )
+        self._now: dict[int, weakref.ref[Contents]] = {}
         self._numel = self._num_copied = 0
 
     def begin(self, op: OpCall) -> None:
         """Takes in what an operation reads, and copies what it is about to write to."""
         is_known = not (op.is_empty or op.is_communication)
-        if is_known and all(map(_can_be_held, op.arguments)):
-            op.given = {id(tensor): self._taped(tensor) for tensor in op.arguments}
+        if is_known and all(_can_be_held(each, op) for each in op.arguments):
+            op.given = {id(each): self._taped(each, op) for each in op.arguments}
             op.is_taped = True
         for tensor in op.written:
-            self._copy(tensor)
+            self._copy(op.memory[id(tensor)])
 
     def end(self, op: OpCall) -> None:
         """Takes in what it has returned and written to."""
         if not op.is_taped:
             return
         made = [t for t in [*op.returned, *op.written] if is_float(t)]
-        can_be_held = all(map(_can_be_held, made))
-        op.results = [self._taped(tensor) for tensor in made if can_be_held]
+        can_be_held = all(_can_be_held(each, op) for each in made)
+        op.results = [self._taped(tensor, op) for tensor in made if can_be_held]
         op.num_holders += 1
         if not can_be_held:
             self._drop(op)
@@ -84,13 +83,15 @@ class Tape:
                     heapq.heappush(waiting, -each.index)
         return found[::-1]
 
-    def _taped(self, tensor: torch.Tensor) -> TapedTensor:
-        ((memory, storage),) = memory_of(tensor).items()
-        contents = self._now.get(memory)
+    def _taped(self, tensor: torch.Tensor, op: OpCall) -> TapedTensor:
+        memory = op.memory[id(tensor)]
+        contents = known() if (known := self._now.get(memory)) else None
         if contents is None:
-            nbytes, is_made = storage.nbytes(), self._writers.get(tensor) is not None
+            storage = tensor.untyped_storage()
+            nbytes, is_made = storage.nbytes(), memory in self._writers
             size = nbytes, nbytes // tensor.itemsize
-            contents = self._now[memory] = Contents(memory, storage, *size, is_made)
+            contents = Contents(memory, storage, *size, is_made)
+            self._now[memory] = weakref.ref(contents)
         if not contents.num_holders:
             self._numel += contents.numel * contents.is_made
         contents.num_holders += 1
@@ -105,21 +106,20 @@ class Tape:
                 self._numel -= each.contents.numel * each.contents.is_made
         op.let_go()
 
-    def _copy(self, tensor: torch.Tensor) -> None:
-        """Copies the memory of a tensor that is about to be written to."""
-        for memory in memory_of(tensor):
-            contents = self._now.pop(memory, None)
-            if contents is None or contents.storage is None:
-                continue
-            self._num_copied += contents.numel
-            is_small = self._num_copied <= _MOST_NUMEL
-            copy = contents.storage.clone() if is_small else None  # type: ignore[no-untyped-call]
-            contents.storage = copy
+    def _copy(self, memory: int) -> None:
+        """Copies memory that is about to be written to."""
+        contents = known() if (known := self._now.pop(memory, None)) else None
+        if contents is None or contents.storage is None:
+            return
+        self._num_copied += contents.numel
+        is_small = self._num_copied <= _MOST_NUMEL
+        copy = contents.storage.clone() if is_small else None  # type: ignore[no-untyped-call]
+        contents.storage = copy
 
 
-def _can_be_held(tensor: torch.Tensor) -> bool:
+def _can_be_held(tensor: torch.Tensor, op: OpCall) -> bool:
     """True if its values follow from its memory and its layout alone."""
     is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided
     if not is_plain or tensor.is_complex() or tensor.is_neg():
         return False
-    return bool(memory_of(tensor))
+    return op.memory[id(tensor)] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from ..guard.report.op import TensorSummary
 from ..scanner.ops import Stat, scan
 from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import is_in_transform, local_part
-from .memory import StorageMap
 
 NAN, POSITIVE_INF, NEGATIVE_INF = _C.NAN, _C.POSITIVE_INF, _C.NEGATIVE_INF
 INF = POSITIVE_INF | NEGATIVE_INF
@@ -24,7 +23,8 @@ INF = POSITIVE_INF | NEGATIVE_INF
 
 def is_float(tensor: torch.Tensor) -> bool:
     """True if a tensor can hold a nan or an inf, and has memory to look at."""
-    is_number = tensor.is_floating_point() or tensor.is_complex()
+    dtype = tensor.dtype
+    is_number = dtype.is_floating_point or dtype.is_complex
     return is_number and not tensor.is_meta and not is_in_transform(tensor)
 
 
@@ -148,6 +148,7 @@ def sizes_and_bad(
 
 
 _Contents = tuple[Any, ...]  # identifies what a tensor holds, within its memory
+_Seen = tuple[int, Stat]  # the kinds, and the stat
 
 
 class Kinds:
@@ -156,25 +157,41 @@ class Kinds:
     A tensor that nobody has written to is scanned once, and none that views memory
     which was seen to be finite as a whole. Incurs a CPU-GPU sync for each scan of
     tensors on a device.
+
+    Args:
+        number_of: Returns the number of a tensor's memory; see `Memories`.
     """
 
-    def __init__(self) -> None:
-        self._known: StorageMap[dict[_Contents, tuple[int, Stat]]] = StorageMap()
+    def __init__(self, number_of: Callable[[torch.Tensor], int]) -> None:
+        self.number_of = number_of
+        self._known: dict[int, dict[_Contents, _Seen]] = {}
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """The kinds in each tensor, as a sum of NAN, POSITIVE_INF and NEGATIVE_INF."""
-        found = [self._look_up(tensor) for tensor in tensors]
-        new = [t for t, each in zip(tensors, found, strict=True) if each is None]
-        scanned = iter(scan([tensor.detach() for tensor in new]) if new else ())
-        return [
-            (each or self._remember(tensor, next(scanned)))[0]
-            for tensor, each in zip(tensors, found, strict=True)
-        ]
+    def of(
+        self,
+        tensors: Sequence[torch.Tensor],
+        memory: Mapping[int, int] | None = None,
+        is_exact: bool = False,
+    ) -> list[_Seen]:
+        """The kinds in each tensor, and its stat, or that of all of its memory.
 
-    def stat(self, tensor: torch.Tensor) -> Stat:
-        """The stat of a tensor."""
-        found = self._look_up(tensor, is_view=not is_whole(tensor))
-        return (found or self._remember(tensor, scan([tensor.detach()])[0]))[1]
+        Kinds are a sum of NAN, POSITIVE_INF and NEGATIVE_INF.
+
+        Args:
+            tensors: The tensors.
+            memory: The numbers of their memory, by their `id`, where these are known.
+            is_exact: Whether all stats must be of the tensors themselves.
+        """
+        known = memory or {id(each): self.number_of(each) for each in tensors}
+        pairs = [(each, known[id(each)]) for each in tensors]
+        found = [self._look_up(*pair, is_exact) for pair in pairs]
+        new = [place for place, each in enumerate(found) if each is None]
+        # What a class of the program's detaches may be a tensor of torch's.
+        own = [tensors[place] for place in new]
+        plain = [each if type(each) in PLAIN else each.detach() for each in own]
+        scanned = scan(plain) if new else ()
+        for place, stat in zip(new, scanned, strict=True):
+            found[place] = self._remember(*pairs[place], stat)
+        return [each for each in found if each is not None]
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Forgets tensors, and others that share their memory: they are scanned again.
@@ -183,25 +200,23 @@ class Kinds:
         not raise it.
         """
         for tensor in tensors:
-            self._known.drop(tensor)
+            self._known.pop(self.number_of(tensor), None)
 
     def _look_up(
-        self, tensor: torch.Tensor, is_view: bool = False
-    ) -> tuple[int, Stat] | None:
-        """Its kinds and stat, if known; those of all its memory unless it is a view."""
-        known = self._known.get(tensor)
+        self, tensor: torch.Tensor, number: int, is_exact: bool
+    ) -> _Seen | None:
+        known = self._known.get(number)
         if known is None:
             return None
-        whole = None if is_view else known.get(_memory_now(tensor))
-        return whole or known.get(_contents_of(tensor))
+        whole = known.get(_memory_now(tensor))
+        can_tell = whole is not None and (not is_exact or is_whole(tensor))
+        return whole if can_tell else known.get(_contents_of(tensor))
 
-    def _remember(self, tensor: torch.Tensor, stat: Stat) -> tuple[int, Stat]:
+    def _remember(self, tensor: torch.Tensor, number: int, stat: Stat) -> _Seen:
         kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
         if tensor.is_inference() or tensor.is_neg():
             return kinds, stat
-        known = self._known.get(tensor)
-        if known is None:
-            self._known.put(tensor, known := {})
+        known = self._known.setdefault(number, {})
         is_scanned = type(tensor) in PLAIN and stat.not_scanned is None
         is_finite = is_scanned and not kinds and is_whole(tensor)
         key = _memory_now(tensor) if is_finite else _contents_of(tensor)

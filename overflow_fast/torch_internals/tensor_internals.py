@@ -204,23 +204,19 @@ storage_number: Callable[[torch.UntypedStorage], int] = direct(
 )
 
 
-def storages(tensor: torch.Tensor | None) -> dict[int, torch.UntypedStorage]:
-    """The memory of a tensor's values, in a wrapper such as DTensor too.
-
-    Returns:
-        The storage by its number; empty for a layout without one.
-    """
-    if tensor is None:
-        return {}
-    if type(tensor) is not torch.Tensor:
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor's values, in a wrapper such as DTensor too, if any."""
+    if type(tensor) not in _PLAIN:
         tensor = local_part(tensor)
     if tensor.layout is torch.sparse_coo:
         tensor = sparse_values(tensor)
     try:
-        storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a layout without one
-        return {}
-    return {storage_number(storage): storage}
+        return tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a layout without one, a transform
+        return None
+
+
+_PLAIN = torch.Tensor, torch.nn.Parameter  # those of torch's own
 
 
 pytree = torch.utils._pytree
