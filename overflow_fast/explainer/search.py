@@ -32,7 +32,7 @@ from .op_call import OpCall
 from .remedies.attempts import find_remedies
 from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
-from .remedies.trials import loss_of
+from .remedies.trials import loss_of, losses_of
 from .replay_check import Difference, ReplayCheck
 from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
@@ -188,7 +188,8 @@ class Search:
         if known is not None:
             return known
         bad, last = self.first.bad_call, len(self.replayer.calls) - 1
-        place = bad if bad >= 0 else last
+        seen = self.step.forward if self.step.forward >= 0 else last
+        place = bad if bad >= 0 else seen
         return self._explained(place, listed or self.replayer.run(listing(place)))
 
     def _listed_at_once(self) -> ReplayResult | None:
@@ -410,7 +411,7 @@ class Search:
             failure.clean = with_clean_batch(call, step.clean)
         failure.stays_within = traced.is_clean
         failure.within = step.module if self.is_seen_in_call else None
-        failure.loss = loss_of(traced)
+        failure.losses = losses_of(traced)
         losses = step.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = statistics.median_low(before) if before else None

@@ -411,7 +411,7 @@ def test_a_change_of_results_that_were_finite_is_said(as_kept):
 
 def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     plain = {"w": torch.tensor([3.0, 4.0])}
-    truth = Truth(1.0, plain, near=1e-2)
+    truth = Truth([1.0], plain, near=1e-2)
     remedy = Remedy("", is_finite=True, loss=1.001)
 
     def compared(*gradient):
@@ -423,6 +423,16 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     found = compared(3.0, 0.0)
     assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
     assert "gradients 80% off" in replace(remedy, **found).outcome
+
+
+def test_a_change_of_a_loss_that_was_finite_is_a_miss():
+    """Of a gradient alone that is bad: the step has the loss that the program means."""
+    model, x = Holder(), torch.tensor([[1.0, 0.0], [2.0, 3.0]])
+    found = explain(model, x, lambda x: (x * model.w).log().nan_to_num(neginf=0).mean())
+    assert found.phase == "backward"
+    (clamp,) = (each for each in found.remedies if "clamp" in each.text)
+    assert clamp.worth == Worth.FAR
+    assert clamp.true_loss == pytest.approx(math.log(6) / 4)
 
 
 SHARES = """
@@ -721,6 +731,53 @@ def test_the_forward_of_several_in_a_step_is_named(num, as_kept):
     assert error.value.report.explanation.forward == (num - 1, num)
     as_kept(error.value.report.explanation.evidence)
     guard.remove()
+
+
+class Logarithm(nn.Module):
+    def forward(self, x):
+        return x.relu().log()
+
+
+@pytest.mark.tries_remedies
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_a_module_gives_in_one_of_several_forwards_is_found(place):
+    """It is left out of the loss, which is finite."""
+    model = nn.Sequential(nn.Linear(2, 2), Logarithm())
+    nn.init.ones_(model[0].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss_of(x):
+        y = model(x)
+        return torch.where(y > -9, y, 0).detach().mean() + model[0](x).mean()
+
+    with OverflowGuard(model, optimizer, explain=True) as guard:
+        for i in range(3):
+            x = torch.full((2, 2), i + 1.0)
+            x[1] -= 9.0 * (i == place)
+            guard.run(lambda x=x: loss_of(x)).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    found = error.value.report.explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert found.forward == (place + 1, 3)
+    assert "leave values out" in found.remedies[0].text
+    assert found.remedies[0].is_right
+
+
+@pytest.mark.tries_remedies
+def test_a_loss_of_several_forwards_stays_to_the_bit_in_those_up_to_the_bad_one():
+    model = Holder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with OverflowGuard(model, optimizer, explain=True) as guard:
+        for i in range(3):
+            x = torch.full((2, 2), (i + 2.0) * (i != 1))
+            guard.run(
+                lambda x=x: (x * model.w).log().nan_to_num(neginf=0).mean()
+            ).backward()
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    first = error.value.report.explanation.remedies[0]
+    assert "leave values out" in first.text and first.is_recommended
 
 
 def test_of_functions_of_several_forwards_none_is_named():

@@ -60,7 +60,7 @@ class Failure:
         in_float64: The step in float64; None where that is not the same step.
         largest: The largest finite magnitude in results up to the operation.
         nearby: That in the few operations which made its argument.
-        loss: The loss of the step, where it is finite; else None.
+        losses: The losses of the step up to the call, where all are finite.
         met: The forward operation whose derivative was the first to be non-finite,
             where a tensor of the batch was so before.
         usual_loss: The median loss of the steps before, or None.
@@ -92,7 +92,7 @@ class Failure:
     optimizers: Sequence[torch.optim.Optimizer] = ()
     stays_within: bool = False
     within: str | None = None
-    loss: float | None = None
+    losses: Sequence[float] = ()
     met: OpCall | None = None
 
     @property

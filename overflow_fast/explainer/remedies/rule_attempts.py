@@ -73,7 +73,7 @@ def select_trials(failure: Failure, trials: Trials) -> Attempts:
     """Leaves out before it is computed what the forward leaves out afterwards."""
     found, calls = failure.found, failure.failing_calls
     # The loss tells nothing of what runs behind backward.
-    if failure.loss is None or trials.found_remedy or found.is_behind_backward:
+    if not failure.losses or trials.found_remedy or found.is_behind_backward:
         return
     if failure.bad is not None:
         calls = [

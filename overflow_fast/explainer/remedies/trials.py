@@ -36,7 +36,7 @@ from .failure import Failure, largest_in
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .step_after import grown_buffer, nonfinite_after
-from .true_step import Truth
+from .true_step import Truth, mean_of, precision_of
 
 if TYPE_CHECKING:
     from .nearness import Nearness
@@ -343,7 +343,8 @@ class Trials:
         if not is_finite and result.error is None:
             self.failed.append((trial, result.bad_call))
         loss = loss_of(result) if is_finite else None
-        if trial.keeps_loss and loss != self._failure.loss:
+        before = self._failure.losses
+        if trial.keeps_loss and losses_of(result)[: len(before)] != before:
             return False
         rank = own_rank() if world_size() > 1 else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
@@ -381,9 +382,13 @@ class Trials:
         if not is_known and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
         facts: dict[str, Any] = {}
-        usual = self._failure.usual_loss
+        usual, own = self._failure.usual_loss, self._failure.losses
         if self.truth is not None:
             facts = self.truth.compared(remedy, result, usual)
+        elif own and len(own) == len(result.losses):  # only the gradients are bad
+            step = Truth(own, {}, precision_of(self.torch_calls))
+            facts = step.compared(remedy, result, usual)
+            facts = facts if facts.get("misses") else {}
         is_right = facts.get("misses") == ""
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
@@ -456,8 +461,7 @@ class Trials:
                 self._nearness.note_in_float64(result, outputs)
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
-            loss = loss_of(result)
-            self.truth = Truth.of(result, loss, self.torch_calls, held)
+            self.truth = Truth.of(result, losses_of(result), self.torch_calls, held)
 
     def _given_bad(self, result: ReplayResult) -> str:
         """The name of a bad tensor that a call has from code not replayed, or ""."""
@@ -491,9 +495,13 @@ def _near_zero(patches: Sequence[Patch]) -> str:
     return min(found, key=found.__getitem__, default="")
 
 
+def losses_of(result: ReplayResult) -> list[float]:
+    """The losses, one of each micro-batch; none where one is not finite."""
+    losses = [float(loss) for loss in result.losses]
+    return losses if all(map(math.isfinite, losses)) else []
+
+
 def loss_of(result: ReplayResult) -> float | None:
     """The loss; the mean of those of micro-batches."""
-    losses = [float(loss) for loss in result.losses]
-    if not losses or not all(map(math.isfinite, losses)):
-        return None
-    return sum(losses) / len(losses)
+    losses = losses_of(result)
+    return mean_of(losses) if losses else None

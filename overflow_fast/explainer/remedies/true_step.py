@@ -129,14 +129,14 @@ class Truth:
     """The loss and the gradients of a step in float64.
 
     Attributes:
-        loss: The loss.
+        losses: The losses, one of each micro-batch.
         gradients: The gradients of the parameters, by their names.
         near: The relative difference that rounding explains.
         least: The norm below which gradients are what terms that cancel leave, by the
             loss and the norm of the weights.
     """
 
-    loss: float
+    losses: Sequence[float]
     gradients: Mapping[str, torch.Tensor]
     near: float
     least: float = 0.0
@@ -145,17 +145,21 @@ class Truth:
     def of(
         cls,
         result: ReplayResult,
-        loss: float | None,
+        losses: Sequence[float],
         calls: Sequence[TorchCall],
         weights: Iterable[torch.Tensor],
     ) -> Truth | None:
         """Makes the truth of a replay in float64; None where that is not finite."""
-        if result.error is not None or not result.is_clean or loss is None:
+        if result.error is not None or not result.is_clean or not losses:
             return None
-        dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         size = norm_of(weights)
-        least = _CANCELLED * abs(loss) / size if size else 0.0
-        return cls(loss, result.gradients, tolerance(dtypes), least)
+        least = _CANCELLED * abs(mean_of(losses)) / size if size else 0.0
+        return cls(losses, result.gradients, precision_of(calls), least)
+
+    @property
+    def loss(self) -> float:
+        """The loss; the mean of those of micro-batches."""
+        return mean_of(self.losses)
 
     @property
     def is_flat(self) -> bool:
@@ -175,25 +179,38 @@ class Truth:
 
         Args:
             remedy: The remedy.
-            result: The replay with it.
+            result: The replay with it, of the step or its first micro-batches.
             usual: The median loss of the steps before; None if there is none. Far below
                 it, a loss is what terms that cancel leave.
         """
         if remedy.loss is None:
             return {}
-        dtype = result.losses[0].dtype
-        if abs(self.loss) > torch.finfo(dtype).max:  # which no remedy comes to
-            return {"true_loss": self.loss, "misses": "loss"}
+        dtype, num = result.losses[0].dtype, len(result.losses)
+        true = mean_of(self.losses[:num])
+        if abs(true) > torch.finfo(dtype).max:  # which no remedy comes to
+            return {"true_loss": true, "misses": "loss"}
         # A loss far below the usual one is what terms that cancel leave.
         least = self.near * (1.0 if usual is None else usual)
-        error = abs(remedy.loss - self.loss) / max(abs(self.loss), least)
-        moved = distance(result.gradients, self.gradients, self.least)
+        error = abs(remedy.loss - true) / max(abs(true), least)
+        moved = None
+        if num == len(self.losses):
+            moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
         are_off = moved is not None and moved > _OF_GRADIENTS * self.near
         if not misses and are_off and self.fits(dtype):
-            return {"true_loss": self.loss, "error": moved, "misses": "gradients"}
+            return {"true_loss": true, "error": moved, "misses": "gradients"}
         what = "loss" if misses else ""
-        return {"true_loss": self.loss, "error": error, "misses": what}
+        return {"true_loss": true, "error": error, "misses": what}
+
+
+def precision_of(calls: Sequence[TorchCall]) -> float:
+    """The relative difference that rounding explains, of what calls compute."""
+    return tolerance(v.dtype for call in calls for v in (*call.inputs, *call.results))
+
+
+def mean_of(losses: Sequence[float]) -> float:
+    """The mean of losses."""
+    return sum(losses) / len(losses)
 
 
 def distance(
