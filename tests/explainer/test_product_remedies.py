@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 import torch
-from remedied_files import edited, module_of
+from remedied_files import edited, explained, module_of, recommended
 
 from overflow_fast import explain
 
@@ -170,3 +170,21 @@ def test_a_number_has_no_dtype_to_change(tmp_path, factor):
         first = found.remedies[0]
         assert first.is_recommended and "x.float()" in first.code, found
         assert all(each.tried for each in found.remedies), found
+
+
+def test_a_sum_that_begins_as_a_number_is_not_cast(tmp_path):
+    """In the first turn of the loop 0.5 * y is no tensor, and has no dtype."""
+    text = """
+def loss_of(x, w):
+    y = 0.0
+    for u in (x.half() * w.half()).unbind(1):
+        y = 0.5 * y + u * u
+    return y.float().mean()
+"""
+    module, path = module_of(tmp_path, text)
+    x = torch.ones(4, 3, 2)
+    x[1, 1] = 300
+    for each in recommended(explained(module.loss_of, x)):
+        if each.code and each.file:
+            fresh, _ = module_of(tmp_path, edited(path, each))
+            assert fresh.loss_of(x, torch.ones(2)).isfinite(), each

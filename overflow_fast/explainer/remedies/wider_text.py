@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...base.text import dtype_name
 from ...base.torch_ops import has
 from ..syntax import expression_of
-from ..torch_calls import TorchCall, Value
+from ..torch_calls import Key, TorchCall, Value
 from ..wider import CAST_METHODS
 from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
@@ -37,7 +38,19 @@ def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]
         edits = _edits(change, call, is_end, casts, root, calls)
         if found.setdefault(call.key, edits) != edits:
             raise NotWrittenError("it differs from one turn of a loop to another")
+    if not found.keys().isdisjoint(_now_and_then(calls)):
+        raise NotWrittenError("it is given no tensor in some turns of a loop")
     return tuple(edit for edits in found.values() for edit in edits)
+
+
+def _now_and_then(calls: Sequence[TorchCall]) -> set[Key]:
+    """The keys of calls that ran less often than another one on their line."""
+    runs = Counter(call.key for call in calls)
+    lines = {call.key: call.sites[0][:2] for call in calls if call.sites}
+    most = dict[object, int]()
+    for key, line in lines.items():
+        most[line] = max(most.get(line, 0), runs[key])
+    return {key for key, line in lines.items() if runs[key] < most[line]}
 
 
 def has_text(
