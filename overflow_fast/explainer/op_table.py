@@ -178,9 +178,12 @@ class OpTable(OpObserver):
         """The operation whose derivative the autograd node computes that calls one.
 
         Autograd numbers its nodes as it makes them, just before their operation runs.
+        What that writes to is cloned first, if it is needed, by a node of its own.
         """
-        found = self._by_sequence.get(op.node_sequence, [])
-        if len(found) > 1:  # each thread counts for itself
+        own = self._by_sequence.get(op.node_sequence, [])
+        clones = self._by_sequence.get(op.node_sequence + 1, [])
+        found = own or [self.ops[e.index + 1] for e in clones if e.base == "clone"]
+        if len(found) > 1 or not own:  # each thread counts for itself
             node = re.sub(r"Backward\d*$", "", op.node.rpartition("::")[2]).lower()
             names = ((each, each.base.replace("_", "").lower()) for each in found)
             found = [each for each, name in names if name.startswith(node)]

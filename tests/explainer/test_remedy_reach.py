@@ -275,6 +275,16 @@ def test_a_call_that_writes_to_its_argument(kind):
     assert good, found
 
 
+@pytest.mark.parametrize("line", ["y.mul_(1.0).log_()", "y.view(-1).log_()"])
+def test_what_is_written_to_without_a_name_is_no_expression(line, tmp_path):
+    """A line that computes a new tensor leaves the one that has to be written to."""
+    text = "def loss_of(x, w):\n    y = x * w\n    {}\n    return y.mean()\n"
+    module, _ = module_of(tmp_path, text.format(line))
+    found = explained(module.loss_of, torch.zeros(3, 2))
+    assert any(each.is_recommended for each in found.remedies)
+    assert not [each for each in found.remedies if each.file and each.code]
+
+
 def test_subclasses_of_tensors_are_left_as_they_are():
     class Named(torch.Tensor):
         pass

@@ -37,6 +37,22 @@ def explained(model, loss, optimizer=None, steps=1):
     return error.value.report.explanation
 
 
+@pytest.mark.parametrize("name", ["div_", "pow_"])
+def test_what_is_written_to_in_place_is_cloned_for_backward(name):
+    """The clone has a node of its own, between the operation's and its run."""
+
+    def loss_of(x):
+        y = model(x)
+        other = 0.5 if name == "pow_" else y.abs()
+        return getattr(y * 1, name)(other).nan_to_num().mean()
+
+    model = nn.Linear(4, 1, bias=False)
+    found = explain(model, torch.zeros(2, 4), loss_of)
+    line = loss_of.__code__.co_firstlineno + 3
+    assert (found.phase, found.op.line) == ("backward", line)
+    assert found.op.name.startswith(f"aten.{name}")
+
+
 def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module(as_kept):
     model = net()
     model[0].weight.register_hook(lambda g: g / (g.norm() * 0))

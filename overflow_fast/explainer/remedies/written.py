@@ -123,9 +123,12 @@ class Writer(ast.NodeTransformer):
     def _written_to(self) -> Any:
         """The expression of a tensor that the call writes to, and others may have."""
         target = operand_of(self._root, 0, self.expression)
-        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
-            return None
         made = self._root.operands[0].call
+        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
+            is_unread = isinstance(self._source.parents.get(self.node), ast.Expr)
+            if is_unread or (made is not None and made.is_in_place):
+                raise NotWrittenError("what it writes to has no name")
+            return None
         if made is None or has(made.name, "moves"):
             return target
         given = self._source.parents.get(node_at(made.sites[0]))
