@@ -45,13 +45,16 @@ _EDGES = (0.0, 1.0, -1.0)  # of the domains that functions of a number have
 def beyond_pole(name: str, number: float) -> float:
     """How far a number is beyond the end of a domain where a function is infinite.
 
-    0 where it is finite there, such as a root: a clamp continues it.
+    0 where it is finite there, such as a root: a clamp continues it. Nor is a pole
+    beyond the domain that begins beside it.
 
     Args:
         name: The operation.
         number: Its argument, for which it is not defined.
     """
     is_inside = op_of(name).is_inside
+    if any(is_inside(math.nextafter(number, way)) for way in (-math.inf, math.inf)):
+        return 0.0
     for edge in _EDGES:
         inner = math.nextafter(edge, 2 * edge - number)
         if is_inside(inner) and not (is_inside(edge) or is_inside(number)):

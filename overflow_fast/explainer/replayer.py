@@ -230,8 +230,8 @@ class ReplayResult:
 
         Args:
             models: The models, by what their modules' names begin with.
-            within: The module that is looked at where only modules have bad values,
-                which may be allowed in others; None for the first of all.
+            within: The module that was seen to have bad values, which are allowed in
+                others, and come before all gradients; None for the first of all.
         """
         table = self.table
         assert table is not None
@@ -240,6 +240,10 @@ class ReplayResult:
             numbers = [s for t in targets if t.numel() == 1 for s in table.sources(t)]
             found = trace_back([s for t in targets for s in table.sources(t)])
             return found or masked_whole(numbers)
+        seen = [] if within is None else table.bad_within(within)[:1]
+        found = trace_back([s for t in seen for s in table.sources(t)])
+        if found is not None:
+            return found
         if self.bad_gradients:
             targets = [self.gradients[name] for name in self.bad_gradients]
         else:
@@ -250,14 +254,7 @@ class ReplayResult:
             if not targets and self.has_raised:
                 origins = (trace_back([row]) for row in table.last_bad())
                 return next((e for e in origins if e and not _is_asked(e)), None)
-        found = trace_back([s for t in targets for s in table.sources(t)])
-        source = None if found is None else found.source
-        is_given = isinstance(source, Leaf) and source.kind == "gradient"
-        if within is not None and self.has_mask and is_given:
-            # The gradients come of an output of -inf alone, which was seen before.
-            seen = [s for t in table.bad_within(within)[:1] for s in table.sources(t)]
-            return trace_back(seen) or found
-        return found
+        return trace_back([s for t in targets for s in table.sources(t)])
 
     @property
     def is_in_gradients(self) -> bool:

@@ -645,3 +645,30 @@ def test_a_model_that_was_changed_behind_backward_may_be_why(change, as_kept):
     found = explained(model, loss, between=lambda: change(model))
     assert found.cause == "unknown"
     as_kept(found.notes[0])
+
+
+class Logarithm(Assembled):
+    def forward(self, x):
+        return x.abs().log()
+
+
+def test_what_a_module_was_seen_to_return_is_no_derivative():
+    """The loss leaves it out, and the gradients that come of it are bad, too."""
+    model, x = net(Logarithm()), data()
+    nn.init.zeros_(model[0].bias)
+    x[1] = 0
+
+    def loss():
+        y = model(x)
+        return y[y.isfinite()].mean()
+
+    found = explained(model, loss)
+    assert (found.phase, found.cause, found.module) == ("forward", "undefined", "1")
+    assert found.op.derivative == "" and found.op.operands == [0.0]
+
+
+@pytest.mark.tries_remedies
+def test_a_pole_is_not_beyond_the_one_beside_it():
+    model = nn.Linear(1, 1, bias=False)
+    found = explain(model, torch.zeros(2, 1), lambda x: model(x).lgamma().sum())
+    assert found.op.operands == [0.0] and not found.reason
