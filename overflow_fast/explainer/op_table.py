@@ -182,7 +182,8 @@ class OpTable(OpObserver):
         """
         own = self._by_sequence.get(op.node_sequence, [])
         clones = self._by_sequence.get(op.node_sequence + 1, [])
-        found = own or [self.ops[e.index + 1] for e in clones if e.base == "clone"]
+        places = [each.index + 1 for each in clones if each.base == "clone"]
+        found = own or [each for i in places for each in self.ops[i : i + 1]]
         if len(found) > 1 or not own:  # each thread counts for itself
             node = re.sub(r"Backward\d*$", "", op.node.rpartition("::")[2]).lower()
             names = ((each, each.base.replace("_", "").lower()) for each in found)
