@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ..base.torch_ops import has
 from .leaves import Leaf
 from .meant_infs import is_meant
-from .op_call import UNDEFINED, OpCall, Source
+from .op_call import EMPTY, UNDEFINED, OpCall, Source
+from .tensor_kinds import NAN
 
 
 @dataclass
@@ -46,7 +47,21 @@ def trace_back(sources: Sequence[Source]) -> RootOp | None:
     child = _read_by(sources, lambda op: op.parents)
     ends = [e for e in child if isinstance(e, Leaf) or not e.parents]
     found = _first_of([each for each in ends if not is_meant(each)], child)
-    return found and (_behind_zero(found) or found)
+    return found and (_behind_zero(found) or _behind_left_out(found) or found)
+
+
+def _behind_left_out(found: RootOp) -> RootOp | None:
+    """The nan that a sum has left out, where it was given nothing else to average."""
+    op = found.source
+    details = op.details if isinstance(op, OpCall) else None
+    if not isinstance(op, OpCall) or details is None or details.why != EMPTY:
+        return None
+    for each in op.read_from:
+        is_it = has(each.base, "leaves_out_nan")
+        behind = trace_back([e for e in each.read_from if is_it and e.kinds & NAN])
+        if behind is not None:
+            return RootOp(behind.source, [*behind.chain, each, *found.chain])
+    return None
 
 
 def _behind_zero(found: RootOp) -> RootOp | None:

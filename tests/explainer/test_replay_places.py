@@ -53,6 +53,16 @@ def test_what_is_written_to_in_place_is_cloned_for_backward(name):
     assert found.op.name.startswith(f"aten.{name}")
 
 
+@pytest.mark.parametrize(
+    "mean", [torch.nanmean, lambda y: y.nansum() / (~y.isnan()).sum()]
+)
+def test_nan_that_a_mean_leaves_out_is_its_origin_where_there_is_nothing_else(mean):
+    model = nn.Linear(4, 1, bias=False)
+    found = explain(model, torch.zeros(2, 4), lambda x: mean(model(x) / model(x)))
+    assert (found.cause, found.op.operands) == ("undefined", [0.0, 0.0])
+    assert found.chain == ["aten.div.Tensor", "aten.nansum", "aten.div.Tensor"]
+
+
 def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module(as_kept):
     model = net()
     model[0].weight.register_hook(lambda g: g / (g.norm() * 0))
