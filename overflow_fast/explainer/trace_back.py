@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..base.torch_ops import has
 from .leaves import Leaf
 from .meant_infs import is_meant
-from .op_call import EMPTY, UNDEFINED, OpCall, Source
+from .op_call import CONSTANT, EMPTY, UNDEFINED, OpCall, Source
 from .tensor_kinds import NAN
 
 
@@ -51,17 +51,24 @@ def trace_back(sources: Sequence[Source]) -> RootOp | None:
 
 
 def _behind_left_out(found: RootOp) -> RootOp | None:
-    """The nan that a sum has left out, where it was given nothing else to average."""
+    """The nan that a sum has left out, where it was given nothing else to average.
+
+    None where the code has written it, as for what is to be left out.
+    """
     op = found.source
-    details = op.details if isinstance(op, OpCall) else None
-    if not isinstance(op, OpCall) or details is None or details.why != EMPTY:
+    if not isinstance(op, OpCall) or _why(op) != EMPTY:
         return None
     for each in op.read_from:
         is_it = has(each.base, "leaves_out_nan")
         behind = trace_back([e for e in each.read_from if is_it and e.kinds & NAN])
-        if behind is not None:
+        if behind is not None and _why(behind.source) != CONSTANT:
             return RootOp(behind.source, [*behind.chain, each, *found.chain])
     return None
+
+
+def _why(source: Source) -> str:
+    details = source.details if isinstance(source, OpCall) else None
+    return "" if details is None else details.why
 
 
 def _behind_zero(found: RootOp) -> RootOp | None:
@@ -70,8 +77,7 @@ def _behind_zero(found: RootOp) -> RootOp | None:
     Only of numbers none of which is 0: their quotient is 0 as a whole by the inf alone.
     """
     op = found.source
-    details = op.details if isinstance(op, OpCall) else None
-    if details is None or details.why != UNDEFINED:
+    if _why(op) != UNDEFINED:
         return None
     child = _read_by([op], lambda each: each.read_from)
     ops = [each for each in child if isinstance(each, OpCall) and each.makes_bad]

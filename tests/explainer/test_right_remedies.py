@@ -425,14 +425,14 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     assert "gradients 80% off" in replace(remedy, **found).outcome
 
 
-def test_a_change_of_a_loss_that_was_finite_is_a_miss():
-    """Of a gradient alone that is bad: the step has the loss that the program means."""
+def test_a_change_of_a_loss_that_was_finite_is_said():
+    """Gradients alone are bad."""
     model, x = Holder(), torch.tensor([[1.0, 0.0], [2.0, 3.0]])
     found = explain(model, x, lambda x: (x * model.w).log().nan_to_num(neginf=0).mean())
     assert found.phase == "backward"
     (clamp,) = (each for each in found.remedies if "clamp" in each.text)
-    assert clamp.worth == Worth.FAR
-    assert clamp.true_loss == pytest.approx(math.log(6) / 4)
+    assert "instead of 0.4479" in clamp.outcome
+    assert clamp is not found.remedies[0]
 
 
 SHARES = """

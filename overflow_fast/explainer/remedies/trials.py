@@ -36,7 +36,7 @@ from .failure import Failure, largest_in
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .step_after import grown_buffer, nonfinite_after
-from .true_step import Truth, mean_of, precision_of
+from .true_step import Truth, mean_of
 
 if TYPE_CHECKING:
     from .nearness import Nearness
@@ -344,7 +344,8 @@ class Trials:
             self.failed.append((trial, result.bad_call))
         loss = loss_of(result) if is_finite else None
         before = self._failure.losses
-        if trial.keeps_loss and losses_of(result)[: len(before)] != before:
+        same = is_finite and losses_of(result)[: len(before)] == before
+        if trial.keeps_loss and not same:
             return False
         rank = own_rank() if world_size() > 1 else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
@@ -382,13 +383,11 @@ class Trials:
         if not is_known and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
         facts: dict[str, Any] = {}
-        usual, own = self._failure.usual_loss, self._failure.losses
+        usual = self._failure.usual_loss
         if self.truth is not None:
             facts = self.truth.compared(remedy, result, usual)
-        elif own and len(own) == len(result.losses):  # only the gradients are bad
-            step = Truth(own, {}, precision_of(self.torch_calls))
-            facts = step.compared(remedy, result, usual)
-            facts = facts if facts.get("misses") else {}
+        elif 0 < len(result.losses) == len(self._failure.losses):
+            facts["plain_loss"] = mean_of(self._failure.losses)
         is_right = facts.get("misses") == ""
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):

@@ -153,8 +153,9 @@ class Truth:
         if result.error is not None or not result.is_clean or not losses:
             return None
         size = norm_of(weights)
+        dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         least = _CANCELLED * abs(mean_of(losses)) / size if size else 0.0
-        return cls(losses, result.gradients, precision_of(calls), least)
+        return cls(losses, result.gradients, tolerance(dtypes), least)
 
     @property
     def loss(self) -> float:
@@ -201,11 +202,6 @@ class Truth:
             return {"true_loss": true, "error": moved, "misses": "gradients"}
         what = "loss" if misses else ""
         return {"true_loss": true, "error": error, "misses": what}
-
-
-def precision_of(calls: Sequence[TorchCall]) -> float:
-    """The relative difference that rounding explains, of what calls compute."""
-    return tolerance(v.dtype for call in calls for v in (*call.inputs, *call.results))
 
 
 def mean_of(losses: Sequence[float]) -> float:

@@ -14,7 +14,7 @@ from ..torch_calls import Key, TorchCall, Value
 from ..wider import CAST_METHODS
 from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
-from .source import NOT_WRITTEN, Edit, NotWrittenError
+from .source import NOT_WRITTEN, Edit, NotWrittenError, node_at
 from .written import Writer, first_turns, short_text
 
 
@@ -30,16 +30,16 @@ def wider_edits(change: InWider, calls: Sequence[TorchCall]) -> tuple[Edit, ...]
     """
     found: dict[object, tuple[Edit, ...]] = {}
     root: TorchCall | None = None
-    written = {*first_turns(calls)}
+    written, rare = {*first_turns(calls)}, _now_and_then(calls)
     for call, is_end, casts in _changed(change, calls):
         if call not in written:
             continue
         root = call if call.key in change.roots else root
         edits = _edits(change, call, is_end, casts, root, calls)
+        if call.key in rare and isinstance(node_at(call.sites[0]), ast.BinOp):
+            raise NotWrittenError("it may be of no tensor in some turns of a loop")
         if found.setdefault(call.key, edits) != edits:
             raise NotWrittenError("it differs from one turn of a loop to another")
-    if not found.keys().isdisjoint(_now_and_then(calls)):
-        raise NotWrittenError("it is given no tensor in some turns of a loop")
     return tuple(edit for edits in found.values() for edit in edits)
 
 

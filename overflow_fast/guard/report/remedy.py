@@ -112,6 +112,7 @@ class Remedy:
             its own `file` and `line`. They belong together. Where `file` is "", they
             are in several files, or far from one another, or not all in a file.
         why: Why it was not tried; "" if it was.
+        plain_loss: The loss of the step without it, where gradients alone were bad.
         true_loss: The loss in float64, or where the failing call has no value there,
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
@@ -157,6 +158,7 @@ class Remedy:
     last_line: int = 0
     parts: tuple[Remedy, ...] = ()
     why: str = ""
+    plain_loss: float | None = None
     true_loss: float | None = None
     error: float | None = None
     compared_with: str = "float32"
@@ -191,6 +193,13 @@ class Remedy:
         return Worth.HELPS
 
     @property
+    def _step(self) -> Elsewhere:
+        """What it changes of the step itself, whose loss was finite without it."""
+        if self.loss is None or self.plain_loss is None:
+            return Elsewhere()
+        return Elsewhere(losses=(self.plain_loss, self.loss))
+
+    @property
     def off(self) -> float:
         """How far it is off what is right; inf where its dtype does not hold that."""
         if self.true_loss is not None and self.error is None:
@@ -203,7 +212,7 @@ class Remedy:
 
         Of this step the true loss and gradients tell, where they are known.
         """
-        own = self.moves_results or 0.0
+        own = max(self.moves_results or 0.0, self._step.change)
         if self.elsewhere is None:
             return own if own > SAME else 0.0
         is_true = self.true_loss is not None and not self.misses
@@ -262,6 +271,7 @@ class Remedy:
         if not self.tried:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
+        loss += f" instead of {self.plain_loss:.4g}" if self._step.change else ""
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
         finite = f"finite{loss}{on_rank}{self._error_text()}"
         clauses = [finite if self.is_finite else "not finite"]
