@@ -344,8 +344,8 @@ class Trials:
             self.failed.append((trial, result.bad_call))
         loss = loss_of(result) if is_finite else None
         before = self._failure.losses
-        same = is_finite and losses_of(result)[: len(before)] == before
-        if trial.keeps_loss and not same:
+        is_kept = is_finite and losses_of(result)[: len(before)] == before
+        if trial.keeps_loss and not is_kept:
             return False
         rank = own_rank() if world_size() > 1 else None
         remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
