@@ -194,7 +194,7 @@ class Remedy:
 
     @property
     def _step(self) -> Elsewhere:
-        """What it changes of the step itself, whose loss was finite without it."""
+        """The change of the step itself, whose loss was finite without it."""
         if self.loss is None or self.plain_loss is None:
             return Elsewhere()
         return Elsewhere(losses=(self.plain_loss, self.loss))
