@@ -575,6 +575,32 @@ def test_a_cast_of_the_programs_own_is_none_of_autocasts(name, tmp_path, as_kept
     assert ".clamp(-65504, 65504)" in clamp.code and clamp.misses == "loss"
 
 
+@pytest.mark.parametrize(
+    ("imports", "call"),
+    [
+        ("import torch as T", "T.log(x * w)"),
+        ("from torch import special as s", "s.xlogy(x * w, x * w)"),
+        ("from torch.nn import functional as fn", "fn.normalize(x * w, eps=0.0)"),
+    ],
+)
+def test_a_module_by_another_name_is_no_argument(imports, call, tmp_path):
+    text = f"{imports}\n{SOURCE.format(f'{call}.mean()')}"
+    module, path = module_of(tmp_path, text)
+    for remedy in explained(module.loss_of, torch.zeros(3, 2)).remedies:
+        again, _ = module_of(tmp_path, edited(path, remedy) if remedy.file else text)
+        assert again.loss_of(torch.ones(3, 2), torch.ones(2)).isfinite()
+        name = imports.split()[-1]
+        assert f"{name}.clamp" not in remedy.code and f"({name} " not in remedy.code
+
+
+def test_of_what_is_far_outside_of_a_domain_no_clamp_is_tried(tmp_path):
+    code = "torch.log(1 - x.square() + 0 * w.detach()).mean() * w.sum()"
+    module, _ = module_of(tmp_path, SOURCE.format(code))
+    found = explained(module.loss_of, torch.full((3, 2), 1.2))
+    assert "a clamp would hide that" in found.reason
+    assert not any("clamp" in each.text for each in found.remedies)
+
+
 def test_of_a_loop_the_texts_of_its_first_turns_are_compared(tmp_path, monkeypatch):
     code = "sum((x * w).half().square().float().mean() for _ in range(200))"
     module, _ = module_of(tmp_path, SOURCE.format(code))

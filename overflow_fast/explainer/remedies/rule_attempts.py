@@ -218,7 +218,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 continue
             if is_below and failed in own and "y + EPS" in rule.new:
                 continue
-            if failure.beyond_pole and rule.stops_gradient(failed):
+            if failure.beyond_pole and rule.clamps:
                 continue
             for trial, _ in trials_of(rule, failed, failure.calls, None, largest):
                 if (yield from _with_twins(trial, rule, failed, failure)):

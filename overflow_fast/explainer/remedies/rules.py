@@ -97,15 +97,15 @@ class Rule:
         is_equal = self in EXACT or self in IN_LOGARITHMS or self in CANCELLED
         return is_equal and not self.has_chosen
 
+    @property
+    def clamps(self) -> bool:
+        """True if it clamps what is no count, nor a sum that stands for one."""
+        is_clamp = re.search(r"\b[xy](\.abs\(\))?\.clamp\(|CALL\(\)\.clamp", self.new)
+        return is_clamp is not None and self.when not in (_counts, _is_by_sum)
+
     def stops_gradient(self, call: TorchCall) -> bool:
         """True if what it clamps in place of a call has a gradient."""
-        has_gradient = any(value.requires_grad for value in call.inputs)
-        is_clamp = re.search(r"\b[xy](\.abs\(\))?\.clamp\(|CALL\(\)\.clamp", self.new)
-        return (
-            has_gradient
-            and is_clamp is not None
-            and self.when not in (_counts, _is_by_sum)
-        )
+        return self.clamps and any(value.requires_grad for value in call.inputs)
 
 
 def is_count(of: Any) -> bool:

@@ -16,6 +16,7 @@ import keyword
 import linecache
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,8 +117,10 @@ class SourceText:
         of_names = [n for n in self._nodes if isinstance(n, ast.Name)]
         self.stores = [n for n in of_names if isinstance(n.ctx, ast.Store)]
         kinds = (ast.Import, ast.ImportFrom)
-        given = [a for n in self._nodes if isinstance(n, kinds) for a in n.names]
-        self.imports = {(a.asname or a.name).partition(".")[0] for a in given}
+        given = {a: n for n in self._nodes if isinstance(n, kinds) for a in n.names}
+        names = {a: (a.asname or a.name).partition(".")[0] for a in given}
+        self.imports = {*names.values()}
+        self.modules = {names[a] for a, n in given.items() if _gives_module(n, a)}
         self.parents = {c: n for n in self._nodes for c in ast.iter_child_nodes(n)}
         for n in self._nodes:
             if isinstance(n, ast.Constant) and type(n.value) in (int, float):
@@ -179,6 +182,12 @@ class SourceText:
                 written = f"({written})"
             text = text[:i] + written + text[j:]
         return text.lstrip(" \t").rstrip("\n")
+
+
+def _gives_module(imports: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
+    if isinstance(imports, ast.Import):
+        return True
+    return f"{imports.module}.{alias.name}" in sys.modules
 
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List)

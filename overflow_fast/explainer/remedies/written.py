@@ -418,7 +418,8 @@ def operand_of(call: TorchCall, place: int, node: Any) -> Any:
     ):
         return None
     given = list(node.args)
-    if isinstance(node.func, ast.Attribute) and not _is_namespace(node.func.value):
+    modules = {*_MODULES, *SourceText.of(call.sites[0].file).modules}
+    if isinstance(node.func, ast.Attribute) and _root_of(node.func) not in modules:
         given.insert(0, node.func.value)
     if place < len(given):
         return given[place]
@@ -449,11 +450,14 @@ def _is_in_order(call: TorchCall, sides: Sequence[ast.expr]) -> bool:
     return are[0] or are_numbers[1]
 
 
-def _is_namespace(node: ast.expr) -> bool:
-    """True for such as `torch.linalg`."""
+_MODULES = ("torch", "F", "nn", "math")  # of a file that imports them by `*`
+
+
+def _root_of(node: ast.expr) -> str:
+    """The name that an attribute is looked up from: "torch" of `torch.linalg.norm`."""
     while isinstance(node, ast.Attribute):
         node = node.value
-    return isinstance(node, ast.Name) and node.id in ("torch", "F", "nn", "math")
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _parameters_of(function: Any) -> list[str]:
