@@ -60,8 +60,8 @@ def answers(explanation: Findings | None, first: BadEntry) -> bool:
 
 
 def _may_be_mask(entry: BadEntry) -> bool:
-    """True if an entry holds -inf and nothing worse, as additive masks do."""
-    return entry.signs == "-" and not entry.num_nan
+    """True if an entry is -inf as a whole. In part it is no alarm by itself."""
+    return entry.signs == "-" and entry.num_inf == entry.numel
 
 
 def _advise_on_tensor(first: BadEntry, origin: Origin, step: int) -> str:

@@ -149,7 +149,9 @@ def test_eps_is_not_blamed_for_gradients_that_were_let_through(has_bad_gradient)
 
 @pytest.mark.explains
 def test_an_overflow_to_minus_inf_is_no_mask():
-    first = mock.Mock(signs="-", num_nan=0)
+    first = mock.Mock(signs="-", num_inf=4, numel=4)
     overflow, other = Explanation(cause="range overflow"), Explanation()
     assert [answers(each, first) for each in (None, other, overflow)] == [0, 0, 1]
-    assert not answers(overflow, mock.Mock(signs="+-", num_nan=0))
+    in_part = mock.Mock(signs="-", num_inf=4, numel=5)  # no alarm by itself
+    for each in (mock.Mock(signs="+-", num_inf=4, numel=4), in_part):
+        assert not answers(overflow, each)
