@@ -133,6 +133,15 @@ def test_the_nearest_is_that_whose_loss_is_nearest_of_those_that_have_code():
     assert "the nearest:" in told
 
 
+def test_of_equally_near_changes_one_in_float64_is_not_the_one_that_is_told():
+    off = {"is_finite": True, "tried": True, "code": "y", "misses": "gradients"}
+    wide = Remedy("float64 over five lines", error=0.901, in_float64=True, **off)
+    plain = Remedy("divide by 1e-8", error=0.903, **off)
+    assert Explanation(remedies=[wide, plain]).nearest is plain
+    near = replace(wide, error=0.6)
+    assert Explanation(remedies=[near, plain]).nearest is near
+
+
 def test_an_error_that_is_no_share_of_the_true_loss_is_not_written_as_one(as_kept):
     near_zero = Remedy("a", is_finite=True, loss=1.0, misses="loss", true_loss=0.0)
     share = replace(near_zero, true_loss=2.0, error=0.5)

@@ -99,13 +99,18 @@ class Findings:
     def nearest(self) -> Remedy | None:
         """The change that comes nearest, where none keeps the value.
 
-        Of those that have code to write, if there is one: others change a library.
+        Of those that have code to write, if there is one: others change a library. Of
+        equally near ones float64 is the last.
         """
         own = [each for each in self.remedies if not each.is_of_data]
         if any(each.is_recommended for each in own):
             return None
         left = [each for each in own if each.keeps_running]
-        return min(left, key=lambda each: (not each.code, each.off), default=None)
+
+        def rank(remedy: Remedy) -> tuple[bool, float, bool]:
+            return not remedy.code, float(f"{remedy.off:.1g}"), remedy.in_float64
+
+        return min(left, key=rank, default=None)
 
     @property
     def is_transient(self) -> bool:
