@@ -23,6 +23,7 @@ from .process import world_size
 from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together
 from .report.explanation import Explanation
+from .requests.again import KeptCalls
 from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
@@ -134,14 +135,15 @@ class Explaining:
         """
         if not self._is_due(unit.number, verdict, ends):
             return None
-        known = _without_explainer(unit.kind.moment)
+        known = None if unit.call else _without_explainer(unit.kind.moment)
         if known is not None:
             return known
         try:
             with self._timer.left_out():
                 if unit.explains is not None:
                     return unit.explains(verdict)
-                return self._loaded().explain(verdict, unit.kind.moment)
+                explainer = self._of_call(unit) if unit.call else self._loaded()
+                return explainer.explain(verdict, unit.kind.moment)
         except Exception as error:  # the alarm matters more than its explanation
             return _noting(f"The step was not explained: {error_line(error)}.")
 
@@ -245,6 +247,17 @@ class Explaining:
     def finite_note(self) -> str:
         """Writes what follows if the step is finite when it is run again."""
         return self._loaded().finite_note()
+
+    def _of_call(self, unit: Unit) -> Explainer:
+        """The explainer of a forward without autograd, which no step keeps."""
+        assert unit.call is not None
+        call, start = unit.call.again([])
+        config, _, _, make_watches, *_ = self._arguments
+        explainer: Explainer = outer("explainer")(
+            *(config, [unit.frames[0].watch], KeptCalls([call], start, {})),
+            *(make_watches, list, LastSteps(), False),
+        )
+        return explainer
 
     def _loaded(self) -> Explainer:
         if self._explainer is None:

@@ -19,6 +19,7 @@ from .optimizers.optimizer_hook import OptimizerHook
 from .ranks.agreement import NO_WISHES, Wishes
 from .report.explanation import Explanation
 from .report.report import Report
+from .requests.held_call import HeldCall
 from .step_clock import LeftOut
 from .verdict.bad_frames import BadFrame
 from .verdict.verdict import Verdict
@@ -125,6 +126,7 @@ class Unit:
         has_room: There are memory and a device to run it again.
         again: The way to run it again; None for the guard's.
         explains: Explains it without running it again; None where it is run again.
+        call: Of a forward without autograd: the call to run again, where it is held.
         made: Makes the report that is given of the plain one.
         noted: Takes in the report once it is explained.
         line: Its line in the log, where it has one of its own.
@@ -153,6 +155,7 @@ class Unit:
     has_room: bool = True
     again: RunsAgain | None = None
     explains: Callable[[Verdict], Explanation] | None = None
+    call: HeldCall | None = None
     made: Callable[[Report], Report] = _same
     noted: Callable[[Report], None] = _nothing
     line: Callable[[Report], str] = str
