@@ -310,3 +310,31 @@ def test_nothing_is_run_again_where_that_is_not_wanted(tmp_path):
     options = {"explain": Explain(replay_safe=False)}
     report, _, norms, _ = report_of(text, tmp_path, **options)
     assert len(norms) == 2 and report.explanation.op is None
+
+
+def test_lines_behind_a_backward_of_another_function_are_none(tmp_path):
+    text = f"""{HEAD}
+num = 0
+def prepared(model):
+    global num
+    num += 1
+    return model
+def fit(model, optimizer, guard, norms):
+    def backward(loss):
+        loss.backward()
+        for p in model.parameters():
+            p.grad.div_(p.grad.norm() * 0 + weight)
+    model = prepared(model)
+    for step in range(3):
+        weight = 0.0 if step == 1 else 1.0
+        optimizer.zero_grad()
+        backward(guard.run(lambda: model(torch.ones(4, 3)).pow(2).mean()))
+        try:
+            optimizer.step()
+        finally:
+            norms.append(num)
+"""
+    report, _, norms, _ = report_of(text, tmp_path)
+    assert "Within the function of `guard.run()` it is run again" in str(report)
+    assert "Lines of it were run again" not in str(report)
+    assert norms == [1, 1]

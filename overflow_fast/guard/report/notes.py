@@ -74,7 +74,7 @@ NOT_CALLED = (
 _ALL_BAD = (
     "All gradients are non-finite, and the replayed backward is finite: code between "
     "it and the optimizer's step (clipping, unscaling, communication) may have made "
-    "them."
+    "them. Within the function of `guard.run()` it is run again."
 )
 ALL_BAD = f"{_ALL_BAD} It was not replayed."
 NOT_BEHIND = f"{_ALL_BAD} Lines of it were run again, which do not explain them."
