@@ -593,6 +593,16 @@ def test_a_module_by_another_name_is_no_argument(imports, call, tmp_path):
         assert f"{name}.clamp" not in remedy.code and f"({name} " not in remedy.code
 
 
+def test_code_has_the_names_that_its_file_has(tmp_path):
+    lines = "y = x * w\n    return (y / y.sum(-1, keepdim=True)).mean()"
+    text = f"import torch as T\ndef loss_of(x, w):\n    {lines}\n"
+    module, path = module_of(tmp_path, text)
+    remedy = recommended(explained(module.loss_of, torch.zeros(3, 2)))[0]
+    assert "T.where(" in remedy.code
+    again, _ = module_of(tmp_path, edited(path, remedy))
+    assert again.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
+
+
 def test_of_what_is_far_outside_of_a_domain_no_clamp_is_tried(tmp_path):
     code = "torch.log(1 - x.square() + 0 * w.detach()).mean() * w.sum()"
     module, _ = module_of(tmp_path, SOURCE.format(code))

@@ -16,7 +16,6 @@ import keyword
 import linecache
 import operator
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,11 +115,15 @@ class SourceText:
             self._nodes = list(ast.walk(module_of("".join(lines))))
         of_names = [n for n in self._nodes if isinstance(n, ast.Name)]
         self.stores = [n for n in of_names if isinstance(n.ctx, ast.Store)]
-        kinds = (ast.Import, ast.ImportFrom)
-        given = {a: n for n in self._nodes if isinstance(n, kinds) for a in n.names}
-        names = {a: (a.asname or a.name).partition(".")[0] for a in given}
-        self.imports = {*names.values()}
-        self.modules = {names[a] for a, n in given.items() if _gives_module(n, a)}
+        self.imports: dict[str, str] = {}  # names in the file, by full names
+        for n in self._nodes:
+            for each in n.names if isinstance(n, (ast.Import, ast.ImportFrom)) else ():
+                whole, root = each.name, each.name.partition(".")[0]
+                if isinstance(n, ast.ImportFrom):
+                    whole = f"{n.module}.{each.name}"
+                elif not each.asname:
+                    self.imports[root] = root
+                self.imports[whole] = each.asname or each.name
         self.parents = {c: n for n in self._nodes for c in ast.iter_child_nodes(n)}
         for n in self._nodes:
             if isinstance(n, ast.Constant) and type(n.value) in (int, float):
@@ -182,12 +185,6 @@ class SourceText:
                 written = f"({written})"
             text = text[:i] + written + text[j:]
         return text.lstrip(" \t").rstrip("\n")
-
-
-def _gives_module(imports: ast.Import | ast.ImportFrom, alias: ast.alias) -> bool:
-    if isinstance(imports, ast.Import):
-        return True
-    return f"{imports.module}.{alias.name}" in sys.modules
 
 
 _ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.Constant, ast.List)

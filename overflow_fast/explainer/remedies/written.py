@@ -273,13 +273,12 @@ class Writer(ast.NodeTransformer):
 
     def _module(self, name: str) -> ast.expr:
         """The name that the file has for a module."""
-        texts = (
-            ("F", "nn.functional", "torch.nn.functional") if name == "F" else (name,)
-        )
-        for text in texts:
-            if text.partition(".")[0] in self._source.imports:
-                return parsed(text)
-        raise NotWrittenError(f"the file does not import {texts[-1]}")
+        whole = head = "torch.nn.functional" if name == "F" else name
+        while head and head not in self._source.imports:
+            head = head.rpartition(".")[0]
+        if not head:
+            raise NotWrittenError(f"the file does not import {whole}")
+        return parsed(self._source.imports[head] + whole.removeprefix(head))
 
     def _changed(self, node: ast.Call) -> Any:
         """The call with other keywords, and a number in place of -inf."""
@@ -418,8 +417,7 @@ def operand_of(call: TorchCall, place: int, node: Any) -> Any:
     ):
         return None
     given = list(node.args)
-    modules = {*_MODULES, *SourceText.of(call.sites[0].file).modules}
-    if isinstance(node.func, ast.Attribute) and _root_of(node.func) not in modules:
+    if isinstance(node.func, ast.Attribute) and _is_method(call.func):
         given.insert(0, node.func.value)
     if place < len(given):
         return given[place]
@@ -450,14 +448,10 @@ def _is_in_order(call: TorchCall, sides: Sequence[ast.expr]) -> bool:
     return are[0] or are_numbers[1]
 
 
-_MODULES = ("torch", "F", "nn", "math")  # of a file that imports them by `*`
-
-
-def _root_of(node: ast.expr) -> str:
-    """The name that an attribute is looked up from: "torch" of `torch.linalg.norm`."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+def _is_method(function: Any) -> bool:
+    """True for a method of tensors, which is called on its first argument."""
+    name = getattr(function, "__name__", "")
+    return getattr(torch.Tensor, name, None) is function
 
 
 def _parameters_of(function: Any) -> list[str]:
