@@ -155,10 +155,11 @@ class TorchCall:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the numbers that it computes with."""
-        found = [v.dtype for v in self.inputs if v.dtype.is_floating_point]
-        found += [v.dtype for v in self.results if v.dtype.is_floating_point]
-        return found[0] if found else torch.float32
+        """The narrowest dtype of the numbers that it computes with."""
+        dtypes = (value.dtype for value in (*self.inputs, *self.results))
+        found = [dtype for dtype in dtypes if dtype.is_floating_point]
+        least = {dtype: torch.finfo(dtype).tiny for dtype in found or [torch.float32]}
+        return max(least, key=least.__getitem__)
 
 
 class TorchCalls(TorchFunctionMode):

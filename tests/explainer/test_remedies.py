@@ -603,6 +603,15 @@ def test_code_has_the_names_that_its_file_has(tmp_path):
     assert again.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
 
 
+def test_a_number_is_chosen_for_the_narrowest_dtype(tmp_path):
+    lines = "scale = (x * 1e-9).half()\n    return (w / scale[0]).mean()"
+    module, _ = module_of(tmp_path, f"import torch\ndef loss_of(x, w):\n    {lines}\n")
+    found = explained(module.loss_of, torch.ones(3, 2))
+    divided = [each for each in found.remedies if "where" in each.code]
+    assert divided and all(each.is_finite for each in divided)
+    assert not any("1e-8" in each.text for each in found.remedies)  # 0 in float16
+
+
 def test_of_what_is_far_outside_of_a_domain_no_clamp_is_tried(tmp_path):
     code = "torch.log(1 - x.square() + 0 * w.detach()).mean() * w.sum()"
     module, _ = module_of(tmp_path, SOURCE.format(code))
