@@ -297,15 +297,6 @@ def test_a_forward_without_autograd_is_judged_when_it_ends(model, optimizer):
 
 
 @pytest.mark.explains
-def test_a_forward_without_autograd_is_said_not_to_be_replayed(model, optimizer):
-    x, y = batches(1)[0]
-    with OverflowGuard(model, optimizer, "warn") as guard:
-        with torch.no_grad(), plant(model.head, NAN):
-            model(x, y=y)
-    (note,) = guard.last_report.explanation.notes
-    assert "without autograd" in note
-
-
 def test_check_judges_without_an_optimizer():
     model = Net()
     x, y = batches(1)[0]
