@@ -41,8 +41,7 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
     if not now:
         return None
     name = max(now, key=lambda each: now[each])
-    most = max(before.values())
-    if not WEIGHT.is_passed(now[name], most):
+    if not WEIGHT.is_passed(now[name], max(before.values())):
         return None
     num = max(map(len, history.values()))
     steps = f"{num * past.between} steps" if past.between else f"{num} watched steps"
@@ -52,7 +51,7 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
         if SCALED_BACK.is_passed(now[each], before[each])
     }
     text = (
-        f"the largest weight went from {most:.3g} to {now[name]:.3g} ({name}) "
+        f"the largest weight went from {before[name]:.3g} to {now[name]:.3g} ({name}) "
         f"within the last {steps}"
     )
     return WeightGrowth(text, _order(step), factors)

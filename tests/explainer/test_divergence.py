@@ -91,6 +91,19 @@ def test_growth_that_began_before_the_first_known_step_has_no_first(as_kept):
     guard.remove()
 
 
+def test_a_weight_that_has_grown_is_told_by_what_it_was_itself():
+    model = nn.ParameterDict({"grows": torch.tensor(0.01), "stays": torch.tensor(1.0)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    guard = OverflowGuard(model, optimizer)
+    with pytest.raises(NonFiniteError, match=r"from 0\.01 to .* \(grows\)"):
+        for _ in range(20):
+            guard.run(lambda: -10 * model["grows"] ** 2 * model["stays"]).backward()
+            model["stays"].grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    guard.remove()
+
+
 def test_steps_that_were_not_watched_leave_it_open():
     found = diverged(divides=1e-7, schedule=Schedule(2))
     assert "watched steps" in found.reason and order_of(found) == []
