@@ -64,6 +64,9 @@ ODD_NUMBER = Bound(1e6, 1.0)
 # by 7,900 or more.
 GROWING = Bound(10.0)
 EXPLODING = Bound(1e3)
+# The result of one operation, by what it was given: too low names one before an
+# overflow whose numbers are usual there, and too high leaves it out.
+LEAP = Bound(1e3, 1.0)
 # A buffer after the step with a remedy: too low doubts a remedy that is sound.
 BUFFER = Bound(1e3, 1.0)
 # The loss and the gradients with a remedy, by the median of the last steps: too low

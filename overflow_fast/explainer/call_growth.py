@@ -1,4 +1,4 @@
-"""The growth of results up to an overflow: in a recurrence, a loop, by depth."""
+"""The growth of results up to an overflow: in a recurrence, by depth, or at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .bounds import EXPLODING, GROWING
+from .bounds import EXPLODING, GROWING, LEAP
 from .op_call import OpCall
 
 _FEWEST = 6  # calls; fewer tell no factor
@@ -15,6 +15,7 @@ _FEWEST = 6  # calls; fewer tell no factor
 _LEAST_FACTOR = 1.01
 _MOST_CALLS = 4096  # each look at an even part takes time by their square
 _MOST_BACK = 8  # operations from the one that overflowed to the one that grew
+_MOST_TO_LEAP = 512  # likewise, to the one that made large numbers at once; chosen
 # How far results may be from a constant factor: by 4, or by so much of all growth.
 _SPREAD, _PART = math.log(4), 0.05
 
@@ -100,6 +101,31 @@ def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
     return None
 
 
+def leap_before(op: OpCall) -> OpCall | None:
+    """Finds the operation that made the large numbers which another one overflowed of.
+
+    Args:
+        op: The one that overflowed.
+
+    Returns:
+        The last one before it whose result is far larger than all that it was given;
+        None where the large numbers are of a batch or a weight, or of more operations.
+    """
+    failed, most = op, op.most_read
+    least = most
+    for _ in range(_MOST_TO_LEAP):
+        given = max(op.read_from, key=lambda each: each.abs_max or 0.0, default=None)
+        if given is None or given.abs_max is None or given.abs_max < op.most_read:
+            return None
+        op, least = given, min(least, given.abs_max)
+        if op.is_leap:
+            stays = LEAP.is_passed(least, op.most_read) and least**2 >= most
+            # What it was given may be large itself, as by an earlier call of a loop.
+            is_one_of_more = LEAP.is_passed(op.most_read, 1.0) or _is_again(op, failed)
+            return op if stays and not is_one_of_more else None
+    return None
+
+
 def _of_modules(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
     """The largest operation of each module in backward, in the order that it ran."""
     largest: dict[str, OpCall] = {}
@@ -137,6 +163,11 @@ def _calls_like(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
         of_node.setdefault((each.thread, each.node_sequence), []).append(each)
     place = of_node[op.thread, op.node_sequence].index(op)
     return [found[place] for found in of_node.values() if len(found) > place]
+
+
+def _is_again(one: OpCall, other: OpCall) -> bool:
+    """True of the same operation at the same line."""
+    return one.named.name == other.named.name and _line_of(one) == _line_of(other)
 
 
 def _line_of(op: OpCall) -> tuple[object, int] | None:

@@ -23,9 +23,10 @@ from ..base.torch_ops import has
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import SEEN_IN_BACKWARD
+from ..guard.report.gist import call_text
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
-from .call_growth import CallGrowth, growth_of
+from .call_growth import CallGrowth, growth_of, leap_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of
@@ -175,12 +176,22 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
     found.evidence += filter(None, texts)
     if found.cause == causes.RANGE_OVERFLOW.name and not op.is_communication:
         _add_growth(found, growth_of(op, ops))
+        leap = None if found.reason else leap_before(op)
+        found.reason = found.reason if leap is None else _leap_text(leap)
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
     elif in_gradients and is_hidden:
         found.notes.append(notes.BAD_BEFORE)
     return found
+
+
+def _leap_text(leap: OpCall) -> str:
+    """Names what made large numbers of small ones before an overflow."""
+    call, by = call_text(_op_of(leap.named, leap)), ""
+    if leap.divisor is not None:
+        by = f", with a divisor of {leap.divisor:.3g}"
+    return f"{call} made {leap.abs_max:.3g} of at most {leap.most_read:.3g}{by}"
 
 
 def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:

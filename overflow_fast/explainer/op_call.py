@@ -29,6 +29,7 @@ from ..base.torch_ops import base_of, has, is_view
 from ..base.tree import find, tensors_in
 from ..guard.report.op import Op
 from ..torch_internals.replaying import schema_of
+from .bounds import LEAP
 from .leaves import Leaf
 from .memory import TapedTensor, memory_of
 from .tensor_kinds import Index, is_float
@@ -146,6 +147,9 @@ class OpCall:
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
+        most_read: That of the floats that it has read; where its result is far larger,
+            of all numbers that it was given.
+        divisor: The least magnitude that it has divided by then, if it did.
         is_meant: Whether these are infs that the code asked for; see `meant_infs.py`.
         is_asked: Whether its bad values are a number of Python that it was given, or
             came from such, or from the batch.
@@ -186,6 +190,8 @@ class OpCall:
     parents: list[Source] = field(default_factory=list)
     kinds: int = 0
     abs_max: float | None = None
+    most_read: float = 0.0
+    divisor: float | None = None
     is_meant: bool = False
     is_asked: bool = False
     masks: list[Source] = field(default_factory=list)
@@ -337,6 +343,11 @@ class OpCall:
     def makes_bad(self) -> bool:
         """True if non-finite values that are not meant began here."""
         return bool(self.kinds) and not self.parents and not self.is_meant
+
+    @property
+    def is_leap(self) -> bool:
+        """True if its result is large, and far larger than all that it was given."""
+        return LEAP.is_passed(self.abs_max or 0.0, self.most_read)
 
     @property
     def in_backward(self) -> bool:

@@ -27,6 +27,7 @@ import torch
 from .. import _C
 from ..base.tensors import are_plain, is_whole
 from ..base.torch_ops import has
+from ..scanner.ops import scan
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
 from .leaves import Leaf, LeafMap
@@ -37,7 +38,7 @@ from .op_call import UNDEFINED, OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
 from .tape import Tape
-from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, kinds_of
+from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float, kinds_of
 from .torch_calls import TorchCall, running_call
 
 # Limits of time and memory. The failures of benchmarks/answers need no more than 6
@@ -197,6 +198,7 @@ class OpTable(OpObserver):
         ops = [each for some in wrote for each in some]
         op.read_from = tuple(dict.fromkeys(ops))
         seen = self.kinds.of(read, op.memory)
+        op.most_read = max((stat.abs_max or 0.0 for _, stat in seen), default=0.0)
         found = [
             (self.sources(tensor), kinds, tensor.numel())
             for tensor, (kinds, _) in zip(read, seen, strict=True)
@@ -269,6 +271,8 @@ class OpTable(OpObserver):
         made, bad = op.made, []
         seen = self.kinds.of(made, op.memory, is_exact=True)
         op.abs_max = seen[0][1].abs_max if seen else None
+        if op.is_leap:
+            self._note_leap(op)
         for tensor, (kinds, _) in zip(made, seen, strict=True):
             number = op.memory[id(tensor)]
             if kinds:
@@ -280,6 +284,18 @@ class OpTable(OpObserver):
         if bad:
             with torch.no_grad():
                 self._note_bad(op, bad, read)
+
+    def _note_leap(self, op: OpCall) -> None:
+        """Notes what else one was given that made large numbers of small ones."""
+        by = op.args[-1] if has(op.base, "divides") else None
+        stats = scan(each for each in op.arguments if not is_float(each))
+        numbers = [each for each in op.args if isinstance(each, (int, float))]
+        sizes = [*map(abs, numbers), *(stat.abs_max or 0.0 for stat in stats)]
+        op.most_read = max([op.most_read, *sizes])
+        if isinstance(by, torch.Tensor):
+            op.divisor = self.kinds.of([by], op.memory, is_exact=True)[0][1].abs_min
+        elif isinstance(by, (int, float)):
+            op.divisor = abs(by)
 
     def _note_communication(self, op: OpCall, read: _Read) -> None:
         """Notes that what arrives came from other ranks, or from here.

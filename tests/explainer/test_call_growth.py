@@ -182,3 +182,63 @@ def test_weights_between_calls_that_grow_become_smaller():
         "multiply inner.weight by 0.47, as a smaller initialization does"
     ]  # and no float64, which overflows, too, some calls later
     assert found.remedies[0].is_finite
+
+
+def overflow_of(loss, x):
+    model = nn.Linear(3, 3, bias=False)
+    nn.init.eye_(model.weight)
+    return explain(model, x, lambda x: loss(model(x)))
+
+
+def divided(y):
+    small = (y - 1).abs() + 1e-21
+    return (y / small).cos().sum() + (y / small).pow(2).sum()
+
+
+@pytest.mark.parametrize(
+    "loss, told",
+    [
+        (divided, "with a divisor of 1e-21"),
+        (lambda y: (60 * y).exp().mul(-0.5).pow(2).sum(), ".exp()` at"),
+        (lambda y: (y / 1e-21).neg().pow(2).sum(), "with a divisor of 1e-21"),
+    ],
+)
+def test_the_operation_that_made_large_numbers_at_once(loss, told, as_kept):
+    found = overflow_of(loss, torch.ones(2, 3))
+    assert found.op.name == "aten.pow.Tensor_Scalar" and told in found.reason
+    assert f"overflowed float32 ({found.op.true_value:.3g} in" in found.words.gist()
+    as_kept(found.reason)
+
+
+@pytest.mark.parametrize(
+    "loss, scale",
+    [
+        (lambda y: y.neg().pow(2).sum(), 1e20),  # the batch
+        (lambda y: (y * 1e20).neg().pow(2).sum(), 1.0),  # a number that is written
+        (lambda y: (y * 10**18).mul(99).pow(2).sum(), 1.0),
+        (lambda y: (y * torch.tensor(10**18)).mul(99).pow(2).sum(), 1.0),
+        (lambda y: y.pow(3).pow(3).pow(3).pow(3).sum(), 1e2),  # more than one
+        (lambda y: (y / 1e-21).log().mul(2).exp().sum(), 1.0),  # what it was given
+        (lambda y: (y / y.detach().sub(1).add(1e-4)).mul(1e9).pow(9).sum(), 1.0),
+    ],
+)
+def test_large_numbers_that_no_operation_alone_has_made(loss, scale):
+    found = overflow_of(loss, scale * torch.ones(2, 3))
+    assert found.cause == "range overflow" and "made" not in found.reason
+
+
+def test_an_earlier_call_of_what_overflows_is_not_said_to_be_before_it():
+    def loss(y):
+        for _ in range(2):
+            y = (y * 30).exp()
+        return y.sum()
+
+    found = overflow_of(loss, torch.ones(2, 3))
+    assert found.cause == "range overflow" and not found.reason
+
+
+def test_large_numbers_of_a_weight():
+    model = nn.Linear(3, 3, bias=False)
+    nn.init.constant_(model.weight, 1e20)
+    found = explain(model, torch.ones(2, 3), lambda x: model(x).neg().pow(2).sum())
+    assert found.cause == "range overflow" and not found.reason

@@ -48,7 +48,7 @@ def gist_of(found: Findings) -> str:
         form = f"{{name}}: {given} in the optimizer's step{{reason}}"
     text = form.format(
         name=capitalized(cause.name),
-        call="" if op is None else _call_text(op),
+        call="" if op is None else call_text(op),
         numbers="" if op is None else _numbers_text(op),
         dtype=op.outputs[0].dtype if op is not None and op.outputs else "its dtype",
         size="" if op is None else _size_text(op),
@@ -95,7 +95,8 @@ def expression_of(op: Op) -> str:
     return op.code[begin:end]
 
 
-def _call_text(op: Op) -> str:
+def call_text(op: Op) -> str:
+    """The expression that called an operation, or its name, and its place."""
     expression = expression_of(op)
     is_whole = "`" not in expression and expression.count("(") == expression.count(")")
     is_short = is_whole and 0 < len(expression) <= _LONGEST_CALL
@@ -107,7 +108,7 @@ def _call_text(op: Op) -> str:
 
 def _numbers_text(op: Op) -> str:
     if not op.operands:
-        return _call_text(op)
+        return call_text(op)
     ran = spoken_name(op.derivative or op.name)
     texts = [told_number(each) for each in op.operands]
     sign = op_of(ran).sign
