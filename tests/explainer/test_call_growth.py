@@ -242,3 +242,16 @@ def test_large_numbers_of_a_weight():
     nn.init.constant_(model.weight, 1e20)
     found = explain(model, torch.ones(2, 3), lambda x: model(x).neg().pow(2).sum())
     assert found.cause == "range overflow" and not found.reason
+
+
+@pytest.mark.tries_remedies
+def test_a_guard_of_the_division_that_made_large_numbers_is_tried():
+    def loss(y):
+        small = (y - 1).abs() + 1e-21
+        return (y / small).neg().pow(2).sum()
+
+    found = overflow_of(loss, torch.ones(2, 3))
+    assert any(
+        each.text.startswith("divide by a magnitude of at least") and each.is_finite
+        for each in found.remedies
+    )

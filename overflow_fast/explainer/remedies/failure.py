@@ -20,7 +20,7 @@ from ...base.torch_ops import base_of
 from ...guard.report.causes import UNDEFINED
 from ...guard.report.explanation import Explanation
 from ..bounds import tolerance
-from ..call_growth import CallGrowth, growth_of
+from ..call_growth import CallGrowth, growth_of, leap_before
 from ..calls import Call
 from ..domain import beyond_pole
 from ..explain_origin import mask_of
@@ -53,6 +53,7 @@ class Failure:
         lost: The operation whose rounding made it undefined, or None.
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
+        leap: The operation that made large numbers before an overflow, or None.
         others: The replay of the step without the sample that fails, if it was run.
         clean: The call that failed with the batch of the last clean step, or None.
         is_compiled: True if the step calls code that was compiled.
@@ -80,6 +81,7 @@ class Failure:
     lost: OpCall | None = None
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
+    leap: OpCall | None = None
     others: ReplayResult | None = None
     clean: Call | None = None
     is_compiled: bool = False
@@ -137,6 +139,7 @@ class Failure:
             modules=list(dict.fromkeys(ran)),
             mask=made if isinstance(made, OpCall) else None,
             growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
+            leap=leap_before(root_op.source) if found.is_overflow else None,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table),

@@ -197,7 +197,10 @@ def _handed(failed: TorchCall) -> Iterator[Value]:
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
-    """Guarded forms of the call that failed, and first of a root that it divides by."""
+    """Guarded forms of the call that failed, and first of a root that it divides by.
+
+    Of an overflow those of the call that made the large numbers, too.
+    """
     op = failure.found.op
     has_inf = op is not None and any(each.num_inf for each in op.inputs)
     # A number that is added to one below 0 helps by chance.
@@ -208,7 +211,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     own = failure.failing_calls
     is_by_zero = op is not None and op.operands[-1:] == [0.0]
     roots = [root for call in own if is_by_zero for root in _roots_below(call)]
-    for failed in (*roots, *own):
+    made = failure.leap.torch_call if failure.leap is not None else None
+    for failed in (*roots, *own, *filter(None, [made])):
         if failed.key in trials.applied.keys:
             continue
         for rule in GUARDS:
@@ -220,7 +224,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 continue
             if failure.beyond_pole and rule.clamps:
                 continue
-            for trial, _ in trials_of(rule, failed, failure.calls, None, largest):
+            share = largest if failed in own else 0.0
+            for trial, _ in trials_of(rule, failed, failure.calls, None, share):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()
