@@ -630,6 +630,19 @@ def test_code_that_leaves_samples_out_of_a_batch_can_be_pasted(batch, is_bad):
     assert type(space["batch"]) is type(batch) and len(parts_of(space["batch"])[0]) == 3
 
 
+def test_each_micro_batch_is_left_without_its_own_bad_samples():
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer), pytest.raises(NonFiniteError) as raised:
+        for bad in (1, 3):
+            x = torch.ones(4, 1)
+            x[bad] = torch.nan
+            model(x).mean().backward()
+        optimizer.step()
+    (remedy,) = raised.value.report.explanation.remedies
+    assert remedy.text.startswith("drop the 1 of 4") and remedy.is_finite
+
+
 def test_what_no_line_leaves_out_is_told_in_words():
     model = nn.Linear(1, 1)
     found = explain(

@@ -15,7 +15,7 @@ from ...base.modules import tensors_of
 from ...guard.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...torch_internals.replaying import uncompiled_calls
-from ..calls import Call, part_of
+from ..calls import Call, batch_size, part_of
 from ..named_tensors import state_by_name
 from ..replayer import Patch
 from ..wider import CASTS, WiderAutocast, cast, cast_leaf
@@ -229,6 +229,35 @@ class SomeSamples(ChangedCall):
     def changed(self, call: Call) -> Call:
         """See `ChangedCall`."""
         return part_of(call, self.rows)
+
+
+@dataclass(frozen=True)
+class FiniteSamples(Patch):
+    """Each call's batch has those of its samples alone that are finite in one tensor.
+
+    Attributes:
+        name: The tensor's name; a call without it stays as it is.
+    """
+
+    is_same_step = False
+    name: str
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [self._changed(call) for call in calls]
+
+    def _changed(self, call: Call) -> Call:
+        tensor, size = dict(call.leaves()).get(self.name), batch_size(call)
+        if tensor is None or size is None or not tensor.dim():
+            return call
+        rows = finite_rows(tensor)
+        return call if len(rows) == size else part_of(call, rows)
+
+
+def finite_rows(tensor: torch.Tensor) -> list[int]:
+    """The places in dimension 0 at which a tensor is finite."""
+    is_finite = tensor.detach().isfinite().reshape(len(tensor), -1).all(1)
+    return list[int](is_finite.nonzero().flatten().tolist())
 
 
 @dataclass(frozen=True)

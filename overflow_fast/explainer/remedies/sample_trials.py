@@ -18,7 +18,13 @@ from ..replayer import Patch
 from ..sentinel import outlier_in
 from ..tensor_kinds import as_wide, index_at, is_float
 from .failure import Failure
-from .patches import ClampedBatch, SomeSamples, WithoutNumber
+from .patches import (
+    ClampedBatch,
+    FiniteSamples,
+    SomeSamples,
+    WithoutNumber,
+    finite_rows,
+)
 from .rules import named_numbers, with_numbers
 from .trials import Attempts, Trial, Trials
 
@@ -33,7 +39,7 @@ def dropping_trials(failure: Failure, trials: Trials) -> Attempts:
         return
     if size is None or bad is None or not bad.dim() or len(bad) != size:
         return
-    rows = bad.detach().isfinite().reshape(size, -1).all(1).nonzero().flatten().tolist()
+    rows = finite_rows(bad)
     if not rows:
         return
     name = found.tensor
@@ -44,7 +50,7 @@ def dropping_trials(failure: Failure, trials: Trials) -> Attempts:
         _dropping_code(trials.calls[failure.place], mask),
         is_of_data=True,
     )
-    yield Trial(remedy, SomeSamples(failure.place, tuple(rows)))
+    yield Trial(remedy, FiniteSamples(name))
 
 
 def _least_for_inf(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
