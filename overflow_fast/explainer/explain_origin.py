@@ -292,6 +292,10 @@ CARRIED = (
     "The step writes to {}, which could not be put back to what it was before: the "
     "step itself may have left the bad values there."
 )
+_UNKEPT = (
+    "What {} held when the step began is not known: the step itself may have left the "
+    "bad values there."
+)
 
 
 def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
@@ -366,9 +370,10 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
 def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     """Explains a tensor that a module or an object holds."""
     name = f"`{leaf.name}`"
-    if leaf.is_written:
+    if leaf.is_written or leaf.is_unkept:
         text = f"{name} held {what} when the replay began{at}"
-        return _held("", leaf.name, text, CARRIED.format(name))
+        note = CARRIED if leaf.is_written else _UNKEPT
+        return _held("", leaf.name, text, note.format(name))
     is_object = leaf.kind == "object"
     module = "the model" if leaf.kind == "attribute" else "a module that is not watched"
     of = "" if is_object else f" of {module}"

@@ -35,6 +35,7 @@ class Leaf:
         look: Returns what the program holds there now; None for the other kinds.
         is_read: Whether an operation has read non-finite values of it.
         is_written: Whether the replay has written to it; known where `look` is.
+        is_unkept: Whether it is not known to have been there when the step began.
         is_usual: Whether it held such values in the last clean step, too.
     """
 
@@ -44,6 +45,7 @@ class Leaf:
     look: Callable[[], Any] | None = None
     is_read: bool = False
     is_written: bool = False
+    is_unkept: bool = False
     is_usual: bool = False
 
     @functools.cached_property

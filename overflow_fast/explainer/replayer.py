@@ -622,7 +622,10 @@ class Replayer:
         named = names_of(self.models)
         leaves += [Leaf(*found) for found in named + partitions_of(named)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
-        leaves += held_leaves(self.models, call.around())
+        for leaf in held_leaves(self.models, call.around()):
+            is_kept = leaf.kind != "attribute" or self.state.was_kept(leaf.tensor)
+            leaf.is_unkept = not is_kept
+            leaves.append(leaf)
         result.table = OpTable(leaves, step.looks_back)
         calls = TorchCalls() if step.has_calls else nullcontext()
         trace = OpTrace(self.models, result.table)

@@ -153,5 +153,5 @@ def _order(source: Source) -> tuple[int, int]:
     if isinstance(source, OpCall):
         return 1, source.index
     is_before = source.kind != "unknown" and not source.is_written
-    is_before &= not source.is_usual
+    is_before &= not (source.is_unkept or source.is_usual)
     return (0 if is_before else 2), 0

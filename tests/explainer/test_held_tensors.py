@@ -136,6 +136,28 @@ def test_state_that_the_step_itself_may_have_left_is_no_bad_weight(as_kept):
     as_kept(found.notes[0])
 
 
+class MakesOnce(Assembled):
+    """Makes an attribute that is not finite, where it is to and has none."""
+
+    def forward(self, x, makes):
+        if makes and not hasattr(self, "codebook"):
+            self.codebook = torch.log(-x.detach()[0].abs())
+        return self.head(x + getattr(self, "codebook", 0.0)).mean()
+
+
+def test_an_attribute_that_the_step_may_have_made_is_no_bad_weight(as_kept):
+    net, features = MakesOnce(head=nn.Linear(4, 1)), x()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with OverflowGuard(net, optimizer) as guard:
+        with pytest.raises(NonFiniteError) as error:
+            for step in range(6):  # attributes are kept in few steps
+                guard.run(lambda step=step: net(features, step == 5)).backward()
+                optimizer.step()
+    found = error.value.report.explanation
+    assert place(found) == ("", "unknown", "", "codebook")
+    as_kept("\n".join([*found.evidence, *found.notes]))
+
+
 class Recurs(Assembled):
     """Makes a bad value, and keeps it for the next forward."""
 

@@ -66,6 +66,10 @@ class KeptAttributes:
         self._tensors += [KeptTensor(tensor, is_copied=True) for tensor in tensors]
         return True
 
+    def holds(self, tensor: torch.Tensor | None) -> bool:
+        """True for a tensor among them, or in what they lead to."""
+        return any(each.tensor is tensor for each in self._tensors)
+
     def restore(self) -> None:
         """Makes the attributes what they were."""
         module = self.module()
