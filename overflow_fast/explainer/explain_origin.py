@@ -22,7 +22,7 @@ from ..base.text import numbered
 from ..base.torch_ops import has
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
-from ..guard.report.findings import SEEN_IN_BACKWARD
+from ..guard.report.findings import BETWEEN_FORWARDS, IN_LOOP, SEEN_IN_BACKWARD
 from ..guard.report.gist import call_text
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
@@ -342,9 +342,9 @@ def _held(phase: str, name: str, text: str, *notes: str) -> Explanation:
 def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explanation:
     """Explains an input: it is data, unless the program has computed it."""
     name, tensor, is_alone = leaf.name, leaf.tensor, is_forward_alone([call])
-    caller, between = "the loop", notes.IN_LOOP
+    caller, between = "the loop", IN_LOOP
     if is_alone:
-        caller, between = "the program", notes.BETWEEN_FORWARDS
+        caller, between = "the program", BETWEEN_FORWARDS
     if call is not None:  # a replay may have been given a copy
         tensor = dict(call.leaves()).get(name, tensor)
     node, held = None if tensor is None else tensor.grad_fn, f"`{name}` held {what}"

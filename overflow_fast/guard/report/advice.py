@@ -16,6 +16,7 @@ def advice_for(
     step: int = 0,
     is_cured: bool = False,
     is_beyond_repair: bool = False,
+    is_noted: bool = False,
 ) -> str:
     """Writes what to try, by the bad entry and its origin.
 
@@ -24,6 +25,7 @@ def advice_for(
         step: The step's number; before the first one weights were bad from the start.
         is_cured: A replay has tried what helps.
         is_beyond_repair: The value stays, whatever becomes of the step.
+        is_noted: A note says how to find what made a bad input.
 
     Returns:
         The sentence without its full stop; "" where no help is known.
@@ -45,7 +47,8 @@ def advice_for(
         return ""
     if origin.source == "batch":
         return "check the data of this batch"
-    if origin.batch_places:
+    is_itself = origin.batch_places == [f"`{first.label}`"]
+    if origin.batch_places and not (is_noted and is_itself):
         return f"check {', '.join(origin.batch_places)}"
     return ""
 

@@ -40,6 +40,14 @@ NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "
     "together (DDP's reduction, communication hooks) was not replayed."
 )
+IN_LOOP = (
+    "Code between the calls was not replayed. Call all of it within "
+    "`guard.run(lambda: loss)`."
+)
+BETWEEN_FORWARDS = (
+    "Code between the forwards was not replayed. Call all of it within "
+    "`guard.run(lambda: ...)`."
+)
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 
 

@@ -107,14 +107,6 @@ BAD_BEFORE = (
     "The operation's result in the forward is non-finite, too; what follows leaves it "
     "out."
 )
-IN_LOOP = (
-    "Code between the calls was not replayed. Call all of it within "
-    "`guard.run(lambda: loss)`."
-)
-BETWEEN_FORWARDS = (
-    "Code between the forwards was not replayed. Call all of it within "
-    "`guard.run(lambda: ...)`."
-)
 NOT_FOUND = "Where the program holds that tensor was not found."
 ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
 REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."

@@ -17,7 +17,13 @@ from .details import (
     share_sentences,
 )
 from .entry_words import what_of, written_by_update
-from .findings import NOT_REDUCED, OVERWRITTEN, REPLACED
+from .findings import (
+    BETWEEN_FORWARDS,
+    IN_LOOP,
+    NOT_REDUCED,
+    OVERWRITTEN,
+    REPLACED,
+)
 from .origin_words import exceptions, who_made_it
 from .report_data import ReportData
 
@@ -169,7 +175,8 @@ class ReportText:
         if self._is_written_in_step or self._is_noted(REPLACED):
             return []
         report = self.report
-        how = report.step, self._is_cured, report.is_beyond_repair
+        is_noted = self._is_noted(IN_LOOP) or self._is_noted(BETWEEN_FORWARDS)
+        how = report.step, self._is_cured, report.is_beyond_repair, is_noted
         advice = advice_for(self.verdict, *how)
         if not (advice or self._is_cured or self.explanation is None):
             advice = Cause.of(self.explanation.cause).advice

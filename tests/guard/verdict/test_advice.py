@@ -155,3 +155,17 @@ def test_an_overflow_to_minus_inf_is_no_mask():
     in_part = mock.Mock(signs="-", num_inf=4, numel=5)  # no alarm by itself
     for each in (mock.Mock(signs="+-", num_inf=4, numel=4), in_part):
         assert not answers(overflow, each)
+
+
+@pytest.mark.explains
+def test_no_input_is_to_be_checked_that_is_the_alarm_where_a_note_says_more():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "warn") as guard:
+        hidden = model(torch.ones(3, 4))
+        model((hidden.detach().abs() * 1e3).exp()).mean().backward()
+        optimizer.step()
+    report = guard.last_report
+    assert report.verdict.origin.batch_places == ["`input[0]`"]
+    assert "guard.run" in report.explanation.notes[0]
+    assert advice_of(report) == []
