@@ -238,7 +238,9 @@ class Judge:
 
     def _verdict_on(self, unit: Unit) -> Verdict:
         watches = unit.watches or self._watches
-        verdict = attribute(unit.frames, watches, unit.kind.moment == "check")
+        is_check = unit.kind.moment == "check"
+        start = self._start if unit.can_restore else None
+        verdict = attribute(unit.frames, watches, is_check, start)
         if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
         with self._isolation.isolated():

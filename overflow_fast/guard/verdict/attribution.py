@@ -14,6 +14,7 @@ from ... import _C
 from ...base.tensors import signs_of
 from ...base.tree import entry_label
 from ...detector.frames import is_in_part
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame, first_bad, headroom_before, is_finite_now, reach_loss
 from .origin import origin_of
@@ -27,6 +28,7 @@ def attribute(
     frames: Sequence[BadFrame],
     watches: Sequence[ModelWatch] = (),
     is_check: bool = False,
+    start: RestorePoint | None = None,
 ) -> Verdict:
     """Finds the first bad entry of a step and its origin.
 
@@ -38,6 +40,7 @@ def attribute(
         watches: All watched models; those of the frames if none are given.
         is_check: True if an optimizer that the guard does not have may have stepped
             since the frames of calls.
+        start: The models as they were when the step began, or None.
 
     Returns:
         The verdict; a clean one if there are no frames.
@@ -46,7 +49,7 @@ def attribute(
         return Verdict()
     first, entry, ordered = first_bad(frames, is_check)
     watches = watches or list(dict.fromkeys(bad.watch for bad in frames))
-    origin = _origin_or_why_not(first, entry, ordered, watches)
+    origin = _origin_or_why_not(first, entry, ordered, watches, start)
     dirty, clean = _around_gradients(ordered)
     return Verdict(
         batch=first.frame.batch,
@@ -122,10 +125,11 @@ def _origin_or_why_not(
     entry: _C.Entry,
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
+    start: RestorePoint | None,
 ) -> Origin:
     """Finds the origin; if that fails, the alarm is raised all the same."""
     try:
-        return origin_of(first, entry, ordered, watches)
+        return origin_of(first, entry, ordered, watches, start)
     except torch.AcceleratorError:
         maker = "the device has failed, and what it holds cannot be read"
         return Origin("unclear", "unclear", maker)

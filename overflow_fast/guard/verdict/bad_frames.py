@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 
+from torch import nn
+
 from ... import _C
 from ...base.modules import is_layer_of_torch, own_parameters_of
 from ..watching.inputs import finite_places, is_plain
@@ -165,9 +167,14 @@ def headroom_before(bad: BadFrame, entry: _C.Entry) -> EntryHeadroom | None:
     return None if peak is None else headroom_of(bad.watch, peak)
 
 
-def is_finite_now(first: BadFrame, entry: _C.Entry) -> bool:
-    """True if the weight of a call's module is finite; incurs a CPU-GPU sync."""
+def weight_of(first: BadFrame, entry: _C.Entry) -> nn.Parameter | None:
+    """The weight of a call's module, as the module holds it now."""
     module = first.watch.module_at(first.frame.module)
     own = {} if module is None else own_parameters_of(module)
-    weight = own.get(entry.label.name)
+    return own.get(entry.label.name)
+
+
+def is_finite_now(first: BadFrame, entry: _C.Entry) -> bool:
+    """True if the weight of a call's module is finite; incurs a CPU-GPU sync."""
+    weight = weight_of(first, entry)
     return is_plain(weight) and bool(finite_places(weight).all())

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from ... import _C
 from ...flags import is_label
+from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame
 from .call_order import Calls
@@ -30,6 +31,7 @@ def origin_of(
     entry: _C.Entry,
     ordered: Sequence[BadFrame],
     watches: Sequence[ModelWatch],
+    start: RestorePoint | None = None,
 ) -> Origin:
     """Finds the origin, by the kind of the first bad entry.
 
@@ -38,9 +40,12 @@ def origin_of(
         entry: That of the value.
         ordered: All bad frames, in order.
         watches: All watched models.
+        start: The models as they were when the step began, or None.
     """
     if entry.is_unseen:
         return Origin("unclear", "unclear", "")
+    if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
+        return origin_of_weight(first, entry, start)
     origin = _origin(first, entry, ordered, watches)
     if origin.source not in ("unclear", "loss", "after_backward"):
         return origin
@@ -54,8 +59,6 @@ def _origin(
     watches: Sequence[ModelWatch],
 ) -> Origin:
     kind = first.frame.kind
-    if entry.role in (_C.Role.WEIGHT, _C.Role.OPTIMIZER_STATE):
-        return origin_of_weight(first, entry)
     if kind == _C.FrameKind.BUFFERS:
         return origin_of_buffer(first, entry)
     if kind == _C.FrameKind.RECORDED and is_label(entry.label.name):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ... import _C
 from ...base.modules import is_layer_of_torch, module_of_parameter
+from ..undo.restore_point import RestorePoint
+from ..watching.inputs import finite_places
 from ..watching.watch import ModelWatch
-from .bad_frames import BadFrame, headroom_before, is_finite_now
+from .bad_frames import BadFrame, headroom_before, is_finite_now, weight_of
 from .call_order import name_of
 from .foreign_hooks import has_earlier_hooks, has_later_hooks, has_pre_hooks
 from .roles import kind_of
@@ -15,7 +17,9 @@ from .verdict import CODE, Origin
 _SEEN = "every checked output was finite"
 
 
-def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
+def origin_of_weight(
+    first: BadFrame, entry: _C.Entry, start: RestorePoint | None = None
+) -> Origin:
     """Finds the origin of a bad weight, or state of the optimizer."""
     label, kind = entry.label.name, kind_of(entry.role)
     if first.is_of_call:
@@ -29,6 +33,13 @@ def origin_of_weight(first: BadFrame, entry: _C.Entry) -> Origin:
                 f"{label} is finite now: something else stood in for it, or it changed"
             )
             return Origin("unclear", "unclear", maker, [label, CODE])
+        weight = weight_of(first, entry)
+        if start and weight is not None and start.written_in_step(weight):
+            held = start.held(weight)
+            before = f", or {label} before the step" * (held is None)
+            maker = f"the step's forward, which has written to {label}{before}"
+            if held is None or finite_places(held).all():
+                return Origin("unclear", "unclear", maker, [label, CODE])
         if _may_write_weights(first.watch):
             maker = (
                 f"it is not known whether {label} was non-finite before the step, or "

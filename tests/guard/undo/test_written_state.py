@@ -87,6 +87,9 @@ def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown(as_ke
     as_kept(found.evidence[0])
     as_kept(found.notes[0])
     as_kept(report.notes)
+    said = " ".join(report.sentences())
+    assert "the step's forward, which has written to 1.log_scale" in said
+    assert "not known whether" not in said and "to try" not in said
 
 
 @pytest.mark.parametrize("size", [9, 2**13])  # copied in the first steps, and not
