@@ -38,11 +38,13 @@ from torch.nn.parameter import is_lazy
 from ... import _C
 from ...base.modules import is_sharded, modules_in, walk
 from ...base.tensors import copy_tensors
+from ...base.text import some
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from .attributes import KeptAttributes
 from .kept_place import KeptPlace, Slot
 from .step_tensors import StepTensors
 
+_FEW = 4  # names in a sentence; chosen
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
 
 
@@ -224,23 +226,29 @@ class ModelRestorePoint:
 
     @torch.no_grad()
     def restore(self) -> Iterator[str]:
-        """Restores the tensors; yields a sentence for each that stays changed."""
+        """Restores the tensors; yields a sentence for those that stay so, by reason."""
         if not self.is_taken:
             return
         self._remove_new()
         self._note_placed()
         # A flag such as `is_initialized` belongs to the weights.
         written = {place.module() for place in self._places_written()}
+        failed = dict[tuple[str, str], list[str]]()
         for place in self._places.values():
             try:
                 why = place.restore()
             except Exception as error:  # a layout that cannot be written to
                 why = f"{type(error).__name__}: {error}"
             if why:
-                yield self._sentence(place, why)
+                failed.setdefault((place.kind, why), []).append(self._name(place))
         for kept in self.attributes:
             if kept.module() in written:
                 kept.restore()
+        for (kind, why), names in failed.items():
+            things = f"{kind} {names[0]}"
+            if len(names) > 1:
+                things, why = f"{kind}s {some(names, _FEW)}", f"each: {why}"
+            yield f"The {things} could not be put back ({why})."
 
     def _remove_new(self) -> None:
         """Removes buffers that the forward has registered."""
@@ -326,14 +334,13 @@ class ModelRestorePoint:
         weights = (place for place in self._places.values() if place.is_trained)
         return [place for place in weights if place.is_written]
 
-    def _sentence(self, place: KeptPlace, why: str) -> str:
+    def _name(self, place: KeptPlace) -> str:
         watch, model = self._watch, self._watch.model
-        module, name = place.module(), place.name
+        module = place.module()
         for fqn, each in [] if model is None else walk(model):
             if each is module:
-                name = f"{watch.prefix}{fqn}{'.' * bool(fqn)}{name}"
-                break
-        return f"The {place.kind} {name} could not be put back ({why})."
+                return f"{watch.prefix}{fqn}{'.' * bool(fqn)}{place.name}"
+        return place.name
 
 
 _Found = tuple[
