@@ -34,6 +34,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # each             computes each element by itself: `f` in the pattern of a remedy
 # empty            returns memory that nobody has written to
 # grows            is infinite only where it is large: it has no pole
+# kink             has no one slope where its two operands are equal
 # leaves_out_nan   is of what is not nan among its inputs
 # linear           is linear in its inputs together; clamp where it changes nothing
 # lookup           takes the rows of its first argument that an index names
@@ -56,10 +57,10 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
     "adds", "bilinear", "casts", "commutes", "constant", "deviation", "difference",
-    "divides", "each", "empty", "grows", "leaves_out_nan", "linear", "lookup",
-    "measure", "moves", "nan_of_overflow", "normalizes", "of_labels", "overwrites",
-    "pivots", "product", "promotes", "random", "reinterprets", "root", "same",
-    "softmax", "tells", "unit", "whole",
+    "divides", "each", "empty", "grows", "kink", "leaves_out_nan", "linear",
+    "lookup", "measure", "moves", "nan_of_overflow", "normalizes", "of_labels",
+    "overwrites", "pivots", "product", "promotes", "random", "reinterprets", "root",
+    "same", "softmax", "tells", "unit", "whole",
 ]  # fmt: skip
 
 
@@ -181,8 +182,9 @@ _TABLE = (
     ("erfc", _op(never=(0.0,))),
     ("softplus", _op("grows", never=(0.0,))),
     ("celu elu selu gelu silu", _op("grows")),
-    ("atan2 maximum minimum min copysign nextafter", _op("promotes")),
-    ("fmax fmin", _op("leaves_out_nan promotes")),
+    ("atan2 min copysign nextafter", _op("promotes")),
+    ("maximum minimum", _op("kink promotes")),
+    ("fmax fmin", _op("kink leaves_out_nan promotes")),
     ("cat stack clamp_min clamp_max", _op("promotes")),
     ("igamma igammac special_zeta special_*_polynomial_*", _op("promotes")),
     # Of several numbers one.

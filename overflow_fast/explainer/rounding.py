@@ -14,7 +14,7 @@ matter. TimeoutError is raised once the budget has no time left.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,6 +61,8 @@ class Lost:
         true: The same value in float64, of the same inputs.
         least: The smallest normal number of its dtype; smaller ones may become 0.
         dtype: Its dtype.
+        tie: An operation that was given two equal numbers, one of them made of given
+            ones alone: that float64 makes them differ does not say what was lost.
     """
 
     first: OpCall
@@ -73,6 +75,7 @@ class Lost:
     true: float = math.nan
     least: float = 0.0
     dtype: str = ""
+    tie: OpCall | None = None
 
     @property
     def cause(self) -> str:
@@ -96,6 +99,7 @@ class _Undefined:
     Attributes:
         ops: The same.
         index: The place of the number, which is not finite; None if all are.
+        shape: The shape of what it is in.
     """
 
     def __init__(self, ops: Sequence[OpCall], budget: Budget) -> None:
@@ -105,6 +109,7 @@ class _Undefined:
         places = new_places(bad[0].value, read) if bad else None
         self.index = None if places is None else places[0]
         self._bad = bad[0] if bad else None
+        self.shape = bad[0].size if bad else None
 
     def run(self, first: int = 0, *how: Any) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
@@ -160,12 +165,15 @@ def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:
     return {each for op in ops for each in op.read_from}
 
 
-def lost_value(ops: Sequence[OpCall], budget: Budget) -> Lost | None:
+def lost_value(
+    ops: Sequence[OpCall], budget: Budget, weights: Collection[int]
+) -> Lost | None:
     """Finds which operation's rounding made the last of some operations undefined.
 
     Args:
         ops: The operations, as a table of operations holds them.
         budget: How long they may run.
+        weights: The numbers of the memory of what is trained.
 
     Returns:
         None if it is not known.
@@ -191,30 +199,45 @@ def lost_value(ops: Sequence[OpCall], budget: Budget) -> Lost | None:
     search = Halving(len(ops) - 1)  # for the last one from which on it is finite
     for half in search:
         search.note(not undefined.is_finite(half.stop))
-    if _meets_given_numbers(ops[search.place], ops):
-        return None
-    return _lost_at(undefined, search.place, lost)
+    found = _lost_at(undefined, search.place, lost)
+    if found is None or found.cause != ROUNDING.name:
+        return found
+    ties = (op for op in ops[search.place :] if _is_tie(undefined, op, weights))
+    tie = next(ties, None)
+    return found if tie is None else replace(lost, tie=tie)
 
 
-def _meets_given_numbers(op: OpCall, ops: Sequence[OpCall]) -> bool:
-    """True if a result equals numbers that were given, from which it is subtracted.
+def _is_tie(undefined: _Undefined, op: OpCall, weights: Collection[int]) -> bool:
+    """True if two numbers that meet are equal, one of them made of given ones alone.
 
-    Such as a prediction its target. A target that is no whole number was rounded
-    itself: that the difference is not 0 in float64 does not say that it was lost.
+    Such as a prediction and its target. A target that is no whole number was rounded
+    itself: that the two differ in float64 does not say that a value was lost. They are
+    compared where the later result is, if there is such a place.
     """
-    own = {each.memory for each in op.results}
-    made = {result.memory for each in ops for result in each.results}
-    for each in ops:
-        operands = list(each.given.values())
-        results = [tensor for tensor in operands if tensor.memory in own]
-        given = [t for t in operands if t.memory not in made and t.is_float]
-        if not has(each.base, "difference") or not results or not given:
-            continue
-        number = given[0].value
-        is_same = results[0].value == number
-        if bool((is_same & (number != number.round())).any()):
-            return True
-    return False
+    operands = [each for each in op.given.values() if each.is_float]
+    is_meeting = has(op.base, "difference") or has(op.base, "kink")
+    if not is_meeting or len(operands) != 2:
+        return False
+    one, other = (each.value for each in operands)
+    is_same = (one == other) & (one != one.round())
+    if is_same.shape == undefined.shape and undefined.index is not None:
+        is_same = is_same[undefined.index]
+    return bool(is_same.any()) and any(_is_given(e, op, weights) for e in operands)
+
+
+def _is_given(tensor: TapedTensor, op: OpCall, weights: Collection[int]) -> bool:
+    """True if what an operation reads is seen to be made of nothing that is trained."""
+    waiting, seen = [(tensor, op)], set[OpCall]()
+    while waiting:
+        tensor, op = waiting.pop()
+        before = [e for e in op.read_from if e.num_holders]  # the others are let go of
+        makers = [e for e in before if tensor.memory in {r.memory for r in e.results}]
+        if tensor.memory in weights or (tensor.contents.is_made and not makers):
+            return False
+        new = [each for each in makers if each not in seen]
+        seen.update(new)
+        waiting += [(given, each) for each in new for given in each.given.values()]
+    return True
 
 
 def _beyond_float64(undefined: _Undefined, lost: Lost) -> Lost:
@@ -351,6 +374,11 @@ def _text_of(lost: Lost) -> str:
     on = f"{IN_FLOAT64} from {lost.first.name} on"
     if lost.as_they_were:
         on += f", but for {', '.join(lost.as_they_were)}"
+    if lost.tie is not None:
+        return (
+            f"{on}, it is finite ({lost.value:.4g}), which shows no loss: two operands "
+            f"of {lost.tie.text} are equal, one of them made of given numbers alone"
+        )
     if lost.op is None:
         return f"{on}, it is {lost.value:g} as well{NO_HELP * lost.is_whole}"
     least = f", whose smallest normal number is {lost.least:.2g},"

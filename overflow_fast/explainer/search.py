@@ -29,6 +29,7 @@ from .explain_origin import explain_root_op, tell_float64
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
+from .op_table import OpTable
 from .remedies.attempts import find_remedies
 from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
@@ -117,6 +118,7 @@ class Search:
         self.budget: Budget = Budget(self.replayer, step.budget)
         self._has_run = False
         self._lost: OpCall | None = None
+        self._has_tie = False
         self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
         self._has_tail = tail is not None
@@ -336,24 +338,28 @@ class Search:
         source, table = root_op.source, self.traced.table
         assert table is not None
         if isinstance(source, OpCall) and source in table.undefined:
-            self._explain_lost(found, table.undefined[source])
+            self._explain_lost(found, table, table.undefined[source])
         table.forget_undefined()
 
-    def _explain_lost(self, found: Explanation, ops: Sequence[OpCall]) -> None:
+    def _explain_lost(
+        self, found: Explanation, table: OpTable, ops: Sequence[OpCall]
+    ) -> None:
         from .rounding import explain_lost, lost_value, nearest_first  # of few failures
 
+        parameters = (p for e in self.step.models.values() for p in e.parameters())
+        weights = {table.number_of(each) for each in parameters if each.requires_grad}
         lost = None
         with no_dispatch(), torch.no_grad():
             try:
                 for some in nearest_first(ops, self.budget):
-                    lost = lost_value(some, self.budget) or lost
-                    if lost is None or lost.op is not None:
+                    lost = lost_value(some, self.budget, weights) or lost
+                    if lost is None or lost.op is not None or lost.tie is not None:
                         break
             except TimeoutError:
                 found.notes.append(notes.NOT_LOOKED_BACK)
         if lost is not None:
             explain_lost(lost, found)
-            self._lost = lost.op
+            self._lost, self._has_tie = lost.op, lost.tie is not None
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
@@ -403,7 +409,7 @@ class Search:
             return
         step = self.step
         failure = Failure.of(found, root_op, traced.table, place)
-        failure.lost = self._lost
+        failure.lost, failure.has_tie = self._lost, self._has_tie
         failure.sentinel = self._sentinel
         failure.others = self._others
         if self._ranks.is_alone:

@@ -214,6 +214,38 @@ def test_a_prediction_that_equals_its_target_was_not_lost():
     assert "rounded" not in str(found)
 
 
+@pytest.mark.tries_remedies
+def test_nor_was_what_both_have_gone_through():
+    """As in the IoU of boxes with those of a teacher that has the same weights."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 3), torch.randn(4, 2)
+    target = model(x).detach()
+
+    def loss(x):
+        y = model(x)
+        iou = torch.min(y, target) / torch.max(y, target)
+        angle = (y.atan() - target.atan()).pow(2)
+        return (iou - angle / (1 - iou + angle)).mean()
+
+    found = explain(model, x, loss)
+    assert (found.cause, found.lost_by) == ("undefined", None)
+    assert "where the divisor is 0" in found.remedies[0].text
+    assert found.remedies[0].is_right
+    assert "true gradients" not in str(found)
+
+
+def test_equal_numbers_of_which_none_is_given_may_have_lost_what_they_differ_by():
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 3), torch.randn(4, 2)
+
+    def loss(x):
+        y = model(x)
+        return (1 / ((100 + y) - (100 + (y + 1e-7).detach()))).mean()
+
+    found = explain(model, x, loss)
+    assert (found.cause, found.lost_by.name) == ("rounding", "aten.add.Tensor")
+
+
 def test_a_whole_number_is_given_as_it_is():
     ones = torch.ones(4, 3)
     found = explained(30, lambda x: torch.log(ones - torch.sigmoid(x)).mean())

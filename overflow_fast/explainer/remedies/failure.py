@@ -51,6 +51,7 @@ class Failure:
         modules: The names of the modules that ran from the operation on, in order.
         mask: The operation that made the infs of a mask which the operation was given.
         lost: The operation whose rounding made it undefined, or None.
+        has_tie: It has met equal numbers, one of them given; see `rounding.py`.
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
         leap: The operation that made large numbers before an overflow, or None.
@@ -79,6 +80,7 @@ class Failure:
     modules: Sequence[str] = ()
     mask: OpCall | None = None
     lost: OpCall | None = None
+    has_tie: bool = False
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
     leap: OpCall | None = None

@@ -460,7 +460,10 @@ class Trials:
                 self._nearness.note_in_float64(result, outputs)
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
-            self.truth = Truth.of(result, losses_of(result), self.torch_calls, held)
+            self.truth = Truth.of(
+                *(result, losses_of(result), self.torch_calls, held),
+                has_slopes=not self._failure.has_tie,
+            )
 
     def _given_bad(self, result: ReplayResult) -> str:
         """The name of a bad tensor that a call has from code not replayed, or ""."""

@@ -134,12 +134,15 @@ class Truth:
         near: The relative difference that rounding explains.
         least: The norm below which gradients are what terms that cancel leave, by the
             loss and the norm of the weights.
+        has_slopes: Whether the gradients are right, too: not where numbers that are
+            equal in the step meet, as of a kink each side has its own.
     """
 
     losses: Sequence[float]
     gradients: Mapping[str, torch.Tensor]
     near: float
     least: float = 0.0
+    has_slopes: bool = True
 
     @classmethod
     def of(
@@ -148,6 +151,7 @@ class Truth:
         losses: Sequence[float],
         calls: Sequence[TorchCall],
         weights: Iterable[torch.Tensor],
+        has_slopes: bool,
     ) -> Truth | None:
         """Makes the truth of a replay in float64; None where that is not finite."""
         if result.error is not None or not result.is_clean or not losses:
@@ -155,7 +159,7 @@ class Truth:
         size = norm_of(weights)
         dtypes = {v.dtype for call in calls for v in (*call.inputs, *call.results)}
         least = _CANCELLED * abs(mean_of(losses)) / size if size else 0.0
-        return cls(losses, result.gradients, tolerance(dtypes), least)
+        return cls(losses, result.gradients, tolerance(dtypes), least, has_slopes)
 
     @property
     def loss(self) -> float:
@@ -194,7 +198,7 @@ class Truth:
         least = self.near * (1.0 if usual is None else usual)
         error = abs(remedy.loss - true) / max(abs(true), least)
         moved = None
-        if num == len(self.losses):
+        if num == len(self.losses) and self.has_slopes:
             moved = distance(result.gradients, self.gradients, self.least)
         misses = error > self.near
         are_off = moved is not None and moved > _OF_GRADIENTS * self.near
