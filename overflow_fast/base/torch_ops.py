@@ -28,6 +28,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # casts            changes the dtype
 # commutes         takes its two operands in any order
 # constant         makes a tensor of a number of Python
+# cuts             puts a bound in place of numbers beyond it
 # deviation        divides by the number of elements less a correction
 # difference       subtracts
 # divides          by its last argument
@@ -56,11 +57,11 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # unit             draws numbers from 0, which is among them, to 1
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
-    "adds", "bilinear", "casts", "commutes", "constant", "deviation", "difference",
-    "divides", "each", "empty", "grows", "kink", "leaves_out_nan", "linear",
-    "lookup", "measure", "moves", "nan_of_overflow", "normalizes", "of_labels",
-    "overwrites", "pivots", "product", "promotes", "random", "reinterprets", "root",
-    "same", "softmax", "tells", "unit", "whole",
+    "adds", "bilinear", "casts", "commutes", "constant", "cuts", "deviation",
+    "difference", "divides", "each", "empty", "grows", "kink", "leaves_out_nan",
+    "linear", "lookup", "measure", "moves", "nan_of_overflow", "normalizes",
+    "of_labels", "overwrites", "pivots", "product", "promotes", "random",
+    "reinterprets", "root", "same", "softmax", "tells", "unit", "whole",
 ]  # fmt: skip
 
 
@@ -184,8 +185,10 @@ _TABLE = (
     ("celu elu selu gelu silu", _op("grows")),
     ("atan2 min copysign nextafter", _op("promotes")),
     ("maximum minimum", _op("kink promotes")),
+    ("relu relu6 hardtanh", _op("cuts")),
     ("fmax fmin", _op("kink leaves_out_nan promotes")),
-    ("cat stack clamp_min clamp_max", _op("promotes")),
+    ("cat stack", _op("promotes")),
+    ("clamp_min clamp_max", _op("cuts promotes")),
     ("igamma igammac special_zeta special_*_polynomial_*", _op("promotes")),
     # Of several numbers one.
     ("sum", _op("adds grows linear measure whole", "input dim keepdim")),
@@ -227,7 +230,7 @@ _TABLE = (
     ("scatter", _op("linear")),
     ("where", _op("linear promotes", "condition input other")),
     ("masked_fill", _op("linear promotes", "input mask value")),
-    ("clamp", _op("linear promotes whole", "input min max")),
+    ("clamp", _op("cuts linear promotes whole", "input min max")),
     ("real imag view_as_real view_as_complex as_strided _neg_view indices values",
      _op("reinterprets")),
     # What makes tensors, or writes to all of one.

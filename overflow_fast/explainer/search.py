@@ -16,7 +16,12 @@ import torch
 from ..base.modules import module_of_parameter
 from ..base.text import error_line
 from ..guard.report import notes
-from ..guard.report.causes import DIVERGENCE, UNKNOWN
+from ..guard.report.causes import (
+    DIVERGENCE,
+    SINGULAR_GRADIENT,
+    UNDEFINED,
+    UNKNOWN,
+)
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled
@@ -344,6 +349,7 @@ class Search:
     def _explain_lost(
         self, found: Explanation, table: OpTable, ops: Sequence[OpCall]
     ) -> None:
+        from .made_zero import cut_off_text
         from .rounding import explain_lost, lost_value, nearest_first  # of few failures
 
         parameters = (p for e in self.step.models.values() for p in e.parameters())
@@ -360,6 +366,9 @@ class Search:
         if lost is not None:
             explain_lost(lost, found)
             self._lost, self._has_tie = lost.op, lost.tie is not None
+        if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
+            with no_dispatch(), torch.no_grad():
+                found.reason = found.reason or cut_off_text(ops)
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""

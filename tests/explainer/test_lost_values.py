@@ -1,6 +1,7 @@
 """Results that are undefined because an operation before them has lost a value."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -532,3 +533,25 @@ def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch, few_held
     found = explained(1.0, lambda x: torch.log(passed_on(x, 120) * 0.0).sum())
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert len(ran) == 12
+
+
+# A 0 that was cut off: what is computed of a weight of -0.5, and what has cut it.
+CUT_OFF = {
+    "relu": (lambda x: torch.relu(x).log(), "relu"),
+    "in place, of a product": (lambda x: (2 * x.clone().relu_()).log(), "relu"),
+    "a product": (lambda x: (2 * torch.relu(x)).log(), "relu"),
+    "a part": (lambda x: torch.relu(x)[1:].reciprocal(), "relu"),
+    "clamp": (lambda x: 1 / x.clamp(min=0), "clamp"),
+    "a root": (lambda x: 1 / torch.relu(x).sqrt(), "relu"),
+    "nothing": (lambda x: (x * 0).log(), ""),
+    "a 0 before": (lambda x: torch.relu(x * 0).log(), ""),
+}
+
+
+@pytest.mark.parametrize("case", CUT_OFF)
+def test_a_zero_that_was_cut_off_is_told_with_what_it_was(case):
+    function, op = CUT_OFF[case]
+    found = explained(-0.5, lambda x: function(x).sum())
+    place = rf"{op} \(test_lost_values.py:\d+\) made it 0, of -0.5"
+    assert re.fullmatch(place if op else "", found.reason)
+    assert found.reason in found.words.gist()
