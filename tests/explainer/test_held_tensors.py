@@ -162,7 +162,7 @@ class Recurs(Assembled):
     """Makes a bad value, and keeps it for the next forward."""
 
     def forward(self, x):
-        self.kept = self.kept + torch.log(-x[0].abs())
+        self.kept = self.kept + torch.log(0 * x[0])
         return self.head(x + self.kept).mean()
 
 
