@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from ..base.torch_ops import has
 from ..guard.report.gist import told_number
 from .memory import TapedTensor
 from .op_call import OpCall
 from .root_op import new_places
-from .tensor_kinds import Index, index_at
+from .tensor_kinds import Index
 from .users_lines import place_text
 
 
@@ -76,9 +74,8 @@ def _made_by(
     """Who has written to a place of memory that an operation reads, and which of it."""
     for maker in reversed(op.read_from):
         for own in maker.results if maker.num_holders and maker.is_held else ():
-            if own.memory == tensor.memory:
-                places = own.of(torch.arange(own.contents.numel))
-                found = (places == at).flatten().nonzero()
-                if len(found):
-                    return maker, own, index_at(int(found[0]), own.size)
+            if own.memory == tensor.memory and own.dtype == tensor.dtype:
+                index = own.index_of(at)
+                if index is not None:
+                    return maker, own, index
     return None

@@ -10,6 +10,7 @@ from torch import nn
 
 from overflow_fast import explain
 from overflow_fast.explainer.float64 import Float64Run
+from overflow_fast.explainer.memory import TapedTensor
 from overflow_fast.guard.report.notes import (
     NOT_IN_FLOAT64,
     NOT_LOOKED_BACK,
@@ -533,6 +534,25 @@ def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch, few_held
     found = explained(1.0, lambda x: torch.log(passed_on(x, 120) * 0.0).sum())
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert len(ran) == 12
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t[3:27].view(2, 3, 4),
+        lambda t: t[:24].view(4, 6).t()[1:, ::2],
+        lambda t: t[5:8].expand(2, 3),
+        lambda t: t[7],
+    ],
+)
+def test_the_index_of_what_stands_at_a_place_of_memory(layout):
+    tensor = layout(torch.arange(40))
+    at = tensor.shape, tensor.stride(), tensor.storage_offset()
+    taped = TapedTensor(None, tensor.dtype, tensor.device, *at)
+    for place in range(40):
+        index = taped.index_of(place)
+        assert (index is None) == (place not in tensor)
+        assert index is None or tensor[index] == place
 
 
 # A 0 that was cut off: what is computed of a weight of -0.5, and what has cut it.
