@@ -71,7 +71,7 @@ def _given_at(
 def _made_by(
     tensor: TapedTensor, op: OpCall, at: int
 ) -> tuple[OpCall, TapedTensor, Index] | None:
-    """Who has written to a place of memory that an operation reads, and which of it."""
+    """Finds who has written to a place of memory that an operation reads."""
     for maker in reversed(op.read_from):
         for own in maker.results if maker.num_holders and maker.is_held else ():
             if own.memory == tensor.memory and own.dtype == tensor.dtype:

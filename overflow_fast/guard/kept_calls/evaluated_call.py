@@ -21,6 +21,9 @@ from ..requests.held_call import HeldCall
 class _OfThread(threading.local):
     call: HeldCall | None = None
 
+    def __reduce__(self) -> tuple[type[_OfThread], tuple[()]]:  # a copied guard's
+        return _OfThread, ()
+
 
 class EvaluatedCall:
     """Holds what the last forward without autograd was called with; by thread."""
