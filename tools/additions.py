@@ -219,9 +219,7 @@ with contextlib.redirect_stdout(io.StringIO()) as out:
     main(["watch", "--once", str(folder / "run.ofr")])
 assert "momentum" in out.getvalue()
 with contextlib.redirect_stdout(io.StringIO()):
-    main(["export", "--steps", str(folder / "run.ofr"), "-o", str(folder / "x.csv")])
     main(["report", str(folder / "run.ofr"), "-o", str(folder / "x.html")])
-assert "momentum" in (folder / "x.csv").read_text()
 assert "momentum" in (folder / "x.html").read_text()
 assert "| `momentum` | the momentum" in pathlib.Path("docs/formats.md").read_text()
 old = overflow_fast.read_record("tests/files/1.0/run.ofr")
@@ -301,7 +299,7 @@ import argparse
 from .subcommand import Commands, add_command, command
 
 
-@command(after="export")
+@command(after="log")
 def add_count(commands: Commands) -> None:
     """Adds the command `count`."""
     parser = add_command(

@@ -146,7 +146,6 @@ def test_the_drop_in_escapes_names_and_nothing_else():
         ["watch", "x", "-n", FORGED],
         ["log", "x", "--step", FORGED],
         ["log", FORGED],
-        ["export", "x", "-o", FORGED],
         ["compare", FORGED, FORGED],
         ["explain", FORGED, "--model", "x.py:f"],
     ],

@@ -1,7 +1,7 @@
 """A step of a flight record: its numbers, and how those of several become one.
 
 What is declared here of a number is all that reading, folding, pages, `watch` and
-`export` need; its value is set in `written_lines.step_line()`.
+`read_record` need; its value is set in `written_lines.step_line()`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def check_first(path: Path, line: bytes | None) -> None:
     head = head_of(line)
     if head.kind == RECORD:
         raise LogError(
-            f"{path} is a flight record: see `overflow-fast export`, `watch` and "
+            f"{path} is a flight record: see `overflow-fast watch` and "
             "`report`."
         )
     if head.overflow_fast is None:

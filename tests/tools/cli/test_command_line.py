@@ -288,7 +288,7 @@ def test_a_file_that_is_not_there_is_one_sentence(name, capsys, as_kept, config)
     as_kept(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["report", "compare", "export"])
+@pytest.mark.parametrize("name", ["report", "compare"])
 def test_a_file_to_write_has_one_name_in_all_commands(name):
     options = [each.option_strings for each in commands()[name]._actions]
     assert ["-o", "--output"] in options

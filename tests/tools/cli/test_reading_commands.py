@@ -1,6 +1,5 @@
-"""watch, log, export and env: what machines and readers get of a run's files."""
+"""watch, log and env: what machines and readers get of a run's files."""
 
-import csv
 import json
 import subprocess
 import sys
@@ -166,47 +165,6 @@ def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypa
     assert [step for _, step in found] == [0, 1, 2, 3, 0, 1, 2]
 
 
-# export
-
-
-def test_export_writes_csv(tmp_path, capsys):
-    path, record = tmp_path / "run.csv", write_record(tmp_path / "run.ofr", rank=3)
-    shown = output_of(capsys, "export", record, "-o", str(path), "--json")
-    assert json.loads(shown) == {"path": str(path), "rows": 12}
-    rows = list(csv.DictReader(path.read_text().splitlines()))
-    assert [rows[4][name] for name in ("rank", "step", "label", "abs_max")] == [
-        *("3", "1", "output[0]", "8.0")
-    ]
-    assert rows[0]["num_zero"] == ""  # not counted
-
-
-def test_export_writes_parquet_of_steps_and_of_values(tmp_path, capsys):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    record = write_record(tmp_path / "run.ofr")
-    for options, column, values in (
-        (("--steps",), "action", [None, "skip", None]),
-        ((), "abs_max", [4.0] * 4 + [8.0] * 4 + [16.0] * 4),
-    ):
-        path = tmp_path / f"{column}.parquet"
-        output_of(capsys, "export", record, *options, "-o", str(path))
-        assert parquet.read_table(path)[column].to_pylist() == values
-
-
-def test_export_overwrites_nothing_and_leaves_nothing_half(
-    tmp_path, capsys, monkeypatch
-):
-    record = write_record(tmp_path / "run.ofr")
-    (tmp_path / "mine.csv").write_text("mine")
-    assert main(["export", record, "-o", str(tmp_path / "mine.csv")]) == 2
-    assert (tmp_path / "mine.csv").read_text() == "mine"
-    assert main(["export", record, "-o", str(tmp_path / "run.xlsx")]) == 2
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    assert main(["export", record, "-o", str(tmp_path / "run.parquet")]) == 2
-    shown = capsys.readouterr().err
-    assert "is there already" in shown and "pip install pyarrow" in shown
-    assert not (tmp_path / "run.parquet").exists()
-
-
 # Files that cannot be read.
 
 
@@ -217,18 +175,16 @@ def wrong_files(folder):
     write_log(folder / "newer.jsonl", schema=99)
 
 
-@pytest.mark.parametrize("command", ["watch", "export", "log"])
+@pytest.mark.parametrize("command", ["watch", "log"])
 @pytest.mark.parametrize("name", ["missing", "folder", "notes.txt", "newer"])
 def test_what_cannot_be_read_is_one_sentence(command, name, tmp_path, capsys, as_kept):
     wrong_files(tmp_path)
     if name == "newer":
         name = "newer.jsonl" if command == "log" else "newer.ofr"
-    more = ["-o", str(tmp_path / "o.csv")] if command == "export" else []
-    assert main([command, str(tmp_path / name), *more]) == 2
+    assert main([command, str(tmp_path / name)]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     as_kept(shown)
-    assert not (tmp_path / "o.csv").exists()
 
 
 def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys, as_kept):
@@ -263,7 +219,6 @@ def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys, as_kept):
     assert json.loads(output_of(capsys, "watch", str(record), "--once", "--json"))[
         "ranks"
     ][0]["is_truncated"]
-    assert main(["export", str(record), "-o", str(tmp_path / "o.csv")]) == 0
     assert main(["log", str(log)]) == 0
     as_kept(capsys.readouterr().err)
 
@@ -297,10 +252,10 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
 def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
     from overflow_fast.base.text import with_progress
 
-    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+    assert list(with_progress(range(3), "files", None)) == [0, 1, 2]
     assert capsys.readouterr().err == ""
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert list(with_progress(range(3), "rows", None)) == [0, 1, 2]
+    assert list(with_progress(range(3), "files", None)) == [0, 1, 2]
 
 
 # What was asked for, and is not there.
@@ -339,13 +294,6 @@ def test_a_log_for_readers_has_the_cause(tmp_path, capsys, as_kept):
     text = path.read_text()
     path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
     as_kept(output_of(capsys, "log", str(path), "--bad"))
-
-
-def test_a_record_is_not_exported_twice(tmp_path, capsys):
-    path = write_record(tmp_path / "run.ofr")
-    assert main(["export", path, path, "-o", str(tmp_path / "o.csv")]) == 2
-    assert "given twice" in capsys.readouterr().err
-    assert not (tmp_path / "o.csv").exists()
 
 
 def test_a_missing_file_is_named_without_numbers_of_the_system(
