@@ -299,7 +299,7 @@ import argparse
 from .subcommand import Commands, add_command, command
 
 
-@command(after="log")
+@command(after="doctor")
 def add_count(commands: Commands) -> None:
     """Adds the command `count`."""
     parser = add_command(

@@ -94,8 +94,8 @@ def test_names_of_modules_reach_no_text_as_they_are(tmp_path, capsys, logged):
             texts.append(path.read_text())
     page = tmp_path / "page.html"
     for command in (
-        ["log", str(paths["log"])],
-        ["log", "--json", str(paths["log"])],
+        ["suspects", str(paths["log"])],
+        ["suspects", "--json", str(paths["log"])],
         ["watch", "--once", str(paths["record"])],
         ["watch", "--once", "--json", str(paths["record"])],
         ["report", str(paths["record"]), str(tmp_path / "e"), "-o", str(page)],
@@ -126,10 +126,10 @@ def test_fields_of_a_made_up_log_are_escaped(tmp_path, capsys):
     step = {"kind": "step", "step": 1, "is_clean": False, "first": FORGED}
     other = {"kind": FORGED, FORGED: FORGED}
     path.write_text("".join(f"{json.dumps(each)}\n" for each in (run, step, other)))
-    assert main(["log", str(path)]) == 0
-    assert main(["log", "--json", str(path)]) == 0
+    assert main(["suspects", str(path)]) == 0
+    assert main(["suspects", "--json", str(path)]) == 0
     path.write_text("{}\n")
-    assert main(["log", str(path)]) == 2
+    assert main(["suspects", str(path)]) == 2
     assert all(map(is_clean, capsys.readouterr()))
 
 
@@ -142,10 +142,9 @@ def test_the_drop_in_escapes_names_and_nothing_else():
     "arguments",
     [
         [FORGED],
-        ["log", "x", f"--{FORGED}"],
+        ["suspects", "x", f"--{FORGED}"],
         ["watch", "x", "-n", FORGED],
-        ["log", "x", "--step", FORGED],
-        ["log", FORGED],
+        ["suspects", FORGED],
         ["compare", FORGED, FORGED],
         ["explain", FORGED, "--model", "x.py:f"],
     ],

@@ -78,14 +78,12 @@ class Lines:
     """The schemas of a file's lines, by their `kind`.
 
     Args:
-        kinds: Structs with a kind.
-        other: That of lines of other kinds; None to pass over them.
+        kinds: Structs with a kind; lines of other kinds are passed over.
     """
 
-    def __init__(self, *kinds: type[Struct], other: Any = None) -> None:
+    def __init__(self, *kinds: type[Struct]) -> None:
         self._union: Any = functools.reduce(operator.or_, kinds)
         self._known = set(map(tag_of, kinds))
-        self._other = other
 
     def decode(self, data: bytes) -> Any:
         """Decodes a line; None for one of a kind that is passed over.
@@ -98,7 +96,7 @@ class Lines:
         except _ERRORS as error:
             if decode(data, _Kind).kind in self._known:
                 raise FileError(_reason(error)) from error
-        return None if self._other is None else decode(data, self._other)
+        return None
 
 
 def convert(value: Any, kind: type[_T]) -> _T:

@@ -30,7 +30,7 @@ _PREFIXES = ("OVERFLOW_FAST_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-@command(after="log")
+@command(after="doctor")
 def add_env(commands: Commands) -> None:
     """Adds the command `env`."""
     parser = add_command(

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...guard.files.reading import FileError, lines_of, open_regular
-from ...guard.report.log_lines import RunLine, StepLine
-from .log_reading import decoder
+from ...guard.files.schema import Lines
+from ...guard.report.log_lines import KINDS, RunLine, StepLine
 
+_LINES = Lines(*KINDS)
 # Lines that cannot be of an incident are passed over undecoded.
 _OF_INCIDENTS = (b'"kind": "run"', b'"is_clean": false')
 
@@ -43,7 +44,6 @@ def files_of_log(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def _incidents_in(path: Path) -> Iterator[StepLine]:
-    known = decoder()
     header: RunLine | None = None
     try:
         with open_regular(path) as file:
@@ -51,7 +51,7 @@ def _incidents_in(path: Path) -> Iterator[StepLine]:
                 if text is None or not any(each in text for each in _OF_INCIDENTS):
                     continue
                 try:
-                    line = known.decode(text)
+                    line = _LINES.decode(text)
                 except FileError:  # half a line, of a process that died
                     continue
                 if isinstance(line, RunLine):

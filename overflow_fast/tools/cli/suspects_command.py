@@ -108,7 +108,7 @@ def suspects_of(incidents: Iterable[StepLine]) -> Suspects:
     return Suspects(rows, len({each.run for each in found}))
 
 
-@command(after="log")
+@command(after="doctor")
 def add_suspects(commands: Commands) -> None:
     """Adds the command `suspects`."""
     parser = add_command(

@@ -1,4 +1,4 @@
-"""watch, log and env: what machines and readers get of a run's files."""
+"""watch, suspects and env: what machines and readers get of a run's files."""
 
 import json
 import subprocess
@@ -116,55 +116,6 @@ def test_watch_without_rich_says_what_to_install(tmp_path, capsys, monkeypatch):
 # log
 
 
-def steps_of(capsys, *arguments):
-    lines = output_of(capsys, "log", *arguments, "--json").splitlines()
-    return [(line["rank"], line.get("step")) for line in map(json.loads, lines)]
-
-
-@pytest.mark.parametrize(
-    ("options", "found"),
-    [
-        ((), [(0, None), (0, 0), (0, 1), (0, 2), (1, None), (1, 0), (1, 1), (1, 2)]),
-        (("--step", "1"), [(0, 1), (1, 1)]),
-        (("--step", "1:", "--rank", "1"), [(1, 1), (1, 2)]),
-        (("--step", ":1"), [(0, 0), (1, 0)]),
-        (("--action", "skip"), [(0, 1), (1, 1)]),
-        (("--kind", "run"), [(0, None), (1, None)]),
-        (("--bad", "--rank", "0"), [(0, 1)]),
-    ],
-)
-def test_log_is_filtered(tmp_path, capsys, options, found):
-    files = [write_log(tmp_path / f"{i}.jsonl", rank=i) for i in range(2)]
-    assert steps_of(capsys, *files, *options) == found
-
-
-def test_log_for_readers(tmp_path, capsys, as_kept):
-    shown = output_of(capsys, "log", write_log(tmp_path / "g.jsonl")).splitlines()
-    as_kept(*shown[:3])
-
-
-def test_log_follows_a_file_that_grows_and_is_renamed(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "g.jsonl"
-    write_log(path)
-    looks = iter(range(3))
-
-    def pause(_):
-        look = next(looks)
-        if look == 0:
-            with open(path, "a") as file:
-                step = {"kind": "step", "run": "r0", "step": 3, "is_clean": True}
-                file.write(f'{json.dumps(step)}\n{{"kind": "st')
-        elif look == 1:
-            path.rename(tmp_path / "g.jsonl.1")
-            write_log(path)
-        else:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("time.sleep", pause)
-    found = steps_of(capsys, str(path), "-f", "--kind", "step")
-    assert [step for _, step in found] == [0, 1, 2, 3, 0, 1, 2]
-
-
 # Files that cannot be read.
 
 
@@ -175,29 +126,26 @@ def wrong_files(folder):
     write_log(folder / "newer.jsonl", schema=99)
 
 
-@pytest.mark.parametrize("command", ["watch", "log"])
+@pytest.mark.parametrize("command", ["watch", "suspects"])
 @pytest.mark.parametrize("name", ["missing", "folder", "notes.txt", "newer"])
 def test_what_cannot_be_read_is_one_sentence(command, name, tmp_path, capsys, as_kept):
     wrong_files(tmp_path)
     if name == "newer":
-        name = "newer.jsonl" if command == "log" else "newer.ofr"
+        name = "newer.jsonl" if command == "suspects" else "newer.ofr"
     assert main([command, str(tmp_path / name)]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     as_kept(shown)
 
 
+def test_a_flight_record_is_no_log(tmp_path, capsys, as_kept):
+    assert main(["suspects", write_record(tmp_path / "run.ofr")]) == 2
+    as_kept(capsys.readouterr().err)
+
+
 def test_a_log_whose_version_is_no_number_is_one_sentence(tmp_path, capsys, as_kept):
-    assert main(["log", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
+    assert main(["suspects", write_log(tmp_path / "g.jsonl", schema="x")]) == 2
     as_kept(capsys.readouterr().err)
-
-
-def test_log_says_what_is_a_flight_record_or_empty(tmp_path, capsys, as_kept):
-    assert main(["log", write_record(tmp_path / "run.ofr")]) == 2
-    as_kept(capsys.readouterr().err)
-    (tmp_path / "g.jsonl").write_bytes(b"")
-    assert main(["log", str(tmp_path / "g.jsonl")]) == 2
-    assert "is empty" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["build", "model"])
@@ -211,27 +159,21 @@ def test_explain_names_what_it_cannot_use(place, tmp_path, capsys, as_kept):
     as_kept(shown)
 
 
-def test_truncated_files_are_read_as_far_as_they_go(tmp_path, capsys, as_kept):
-    record, log = tmp_path / "run.ofr", tmp_path / "g.jsonl"
-    write_record(record), write_log(log)
-    for path in (record, log):
-        path.write_bytes(path.read_bytes()[:-5])
+def test_a_truncated_record_is_read_as_far_as_it_goes(tmp_path, capsys):
+    record = tmp_path / "run.ofr"
+    write_record(record)
+    record.write_bytes(record.read_bytes()[:-5])
     assert json.loads(output_of(capsys, "watch", str(record), "--once", "--json"))[
         "ranks"
     ][0]["is_truncated"]
-    assert main(["log", str(log)]) == 0
-    as_kept(capsys.readouterr().err)
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
-    log = write_log(tmp_path / "g.jsonl")
-    with open(log, "a") as file:
-        file.write(
-            '{"kind": "step", "run": "r0", "step": 3, "is_clean": true}\n' * 9999
-        )
-    command = f"{sys.executable} -m overflow_fast log {log} | head -1"
+    record = write_record(tmp_path / "run.ofr")
+    watch = f"-m overflow_fast watch --json --interval 0.01 {record}"
+    command = f"{sys.executable} {watch} | head -1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert "run r0" in done.stdout and done.stderr == ""
+    assert json.loads(done.stdout)["models"] == ["Net"] and done.stderr == ""
 
 
 # env
@@ -269,8 +211,6 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
         ["watch", "--interval", "0"],
         ["watch", "--interval", "nan"],
         ["watch", "--interval", "1e300"],
-        ["log", "--step", "x"],
-        ["log", "--step", "5:3"],
         ["demo", "--rounds", "0"],
         ["demo", "--batch-size", "0"],
     ],
@@ -280,20 +220,6 @@ def test_a_number_that_cannot_be_used_is_named(arguments, capsys, as_kept):
         main([*arguments, *([] if arguments[0] == "demo" else ["run.ofr"])])
     assert status.value.code == 2
     as_kept(capsys.readouterr().err)
-
-
-def test_a_filter_that_leaves_no_line_says_so(tmp_path, capsys):
-    assert main(["log", write_log(tmp_path / "g.jsonl"), "--rank", "7"]) == 0
-    shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "None of the 4 lines is such a line.\n")
-
-
-def test_a_log_for_readers_has_the_cause(tmp_path, capsys, as_kept):
-    path = tmp_path / "g.jsonl"
-    write_log(path)
-    text = path.read_text()
-    path.write_text(text.replace('"first"', '"cause": "divergence", "first"'))
-    as_kept(output_of(capsys, "log", str(path), "--bad"))
 
 
 def test_a_missing_file_is_named_without_numbers_of_the_system(
