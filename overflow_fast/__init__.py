@@ -25,7 +25,6 @@ _MODULES = {
     "compare_live": "tools.compare.live",
     "detect_overflow": "detector.debug",
     "explain": "explainer.explain",
-    "flags": "flags",
     "get_abs_min_max": "detector.debug",
     "integrations": "integrations",
     "keep_in_fp32": "precision.keep_in_fp32",

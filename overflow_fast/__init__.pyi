@@ -1,7 +1,6 @@
 # Written by docs/tools/tables.py.
 from typing import Final
 
-from . import flags as flags
 from . import integrations as integrations
 from . import monitors as monitors
 from . import options as options
@@ -41,7 +40,6 @@ __all__ = [
     "compare_live",
     "detect_overflow",
     "explain",
-    "flags",
     "get_abs_min_max",
     "integrations",
     "keep_in_fp32",

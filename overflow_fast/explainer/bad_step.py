@@ -55,7 +55,6 @@ class BadStep:
             weight since the step's first forward began.
         forward: Which of its kept calls the first bad value was seen in, counted from
             0; -1 where that is not known.
-        is_of_flag: Whether a device's overflow flag is all that was seen.
         clean: See `CallKeeper`.
         recent: See `CallKeeper`.
         error: What the first run has raised, or was ended by; None for nothing.
@@ -80,7 +79,6 @@ class BadStep:
     is_late: bool = False
     is_rewritten: bool = False
     forward: int = -1
-    is_of_flag: bool = False
     num_dropped: int = 0
     hidden_by: str = ""
     had_gradients: bool = False

@@ -436,11 +436,6 @@ FINITE: tuple[Question, ...] = (
         _unwatched,
     ),
     Question(
-        "Was a device's overflow flag all that was seen?",
-        lambda search: search.step.is_of_flag,
-        _note(notes.FLAG_ALONE),
-    ),
-    Question(
         "Are the gradients those of an earlier step? The replay began without any.",
         _is_left_over,
         _left_over,

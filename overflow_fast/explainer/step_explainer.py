@@ -27,7 +27,7 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.gist import expression_of, spoken_name
 from ..guard.unit import Unit
 from ..guard.verdict.bad_frames import BadFrame, collect
-from ..guard.verdict.verdict import BadEntry, Origin, Verdict, is_of_flag
+from ..guard.verdict.verdict import BadEntry, Origin, Verdict
 from ..guard.watching.judged_tensors import NORM, JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
 from ..scanner.ops import scan
@@ -199,7 +199,6 @@ class StepExplainer:
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
-            is_of_flag=is_of_flag(verdict),
         )
         if keeper is None:
             return step

@@ -19,7 +19,6 @@ from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.masks import Masks
 from .verdict.rules import Rules
 from .watching.judged_tensors import JudgedTensors
-from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -33,7 +32,6 @@ class Collector:
         watches: The watched models.
         rules: The values that are allowed.
         clock: The step at hand.
-        overflow_flags: The overflow flags of devices.
         measurements: Have the flight record, which gets a scaler's scale.
         isolation: Isolates the guard's own errors.
 
@@ -52,13 +50,11 @@ class Collector:
         watches: Sequence[ModelWatch],
         rules: Rules,
         clock: StepClock,
-        overflow_flags: OverflowFlags,
         measurements: Measurements,
         isolation: ErrorIsolation,
     ) -> None:
         self._is_tripwire = config.is_tripwire
         self._clock = clock
-        self._overflow_flags = overflow_flags
         self._measurements = measurements
         self._isolation = isolation
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
@@ -133,11 +129,6 @@ class Collector:
         """Scans weights, buffers and all gradients, whatever was scanned before."""
         self.tensors.begin_round()
         self.tensors.scan(None)
-
-    def ask_flags(self, scaler: LossScaler | None = None) -> None:
-        """Asks devices for their overflow flags, where the step is watched."""
-        if self._clock.is_watched:
-            self._overflow_flags.ask(scaler)
 
     def scan_failed(self) -> None:
         """Scans in another way what could not be scanned: the stats have arrived.

@@ -52,7 +52,7 @@ from .unit import RunsAgain, Unit
 from .verdict.attribution import attribute
 from .verdict.optimizer_settings import bad_settings
 from .verdict.repair import is_beyond_repair
-from .verdict.verdict import Verdict, is_of_flag, is_unseen
+from .verdict.verdict import Verdict, is_unseen
 from .watching.judged_tensors import JudgedTensors
 from .watching.watch import ModelWatch
 
@@ -188,7 +188,7 @@ class Judge:
 
     def _looks_again(self, unit: Unit, verdict: Verdict) -> bool:
         """True if a bad tensor is to be looked for again, which may be met again."""
-        can_be_found = not (is_of_flag(verdict) or is_unseen(verdict))
+        can_be_found = not is_unseen(verdict)
         is_run_again = unit.has_room and verdict.origin.source != "update"
         return self._again(unit).looks_again and is_run_again and can_be_found
 

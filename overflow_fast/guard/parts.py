@@ -59,7 +59,6 @@ from .step_clock import StepClock
 from .undo.restore_point import RestorePoint
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
-from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
@@ -140,8 +139,7 @@ class GuardParts:
         )
         looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
-        overflow_flags = OverflowFlags(watches)
-        self.clock = StepClock(config.schedule, watches, start, overflow_flags)
+        self.clock = StepClock(config.schedule, watches, start)
         self.pipeline = Pipeline(
             config,
             watches,
@@ -153,7 +151,6 @@ class GuardParts:
             agreement,
             isolation,
             self.clock,
-            overflow_flags,
             self.measurements,
             monitors,
         )

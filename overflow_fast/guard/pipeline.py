@@ -66,7 +66,6 @@ from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .verdict.bad_frames import take_evaluated
 from .verdict.rules import Rules
 from .watching.evaluation import Evaluation
-from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
@@ -90,7 +89,6 @@ class Pipeline:
         agreement: The ranks that decide together.
         isolation: Isolates the guard's own errors.
         clock: The step at hand: its number, and how much of it is watched.
-        overflow_flags: The overflow flags of devices.
         measurements: The guard's cost, headroom and flight record.
         monitors: The monitors of finite steps.
 
@@ -117,7 +115,6 @@ class Pipeline:
         agreement: Agreement,
         isolation: ErrorIsolation,
         clock: StepClock,
-        overflow_flags: OverflowFlags,
         measurements: Measurements,
         monitors: RunningMonitors,
     ) -> None:
@@ -133,7 +130,7 @@ class Pipeline:
         self._measurements = measurements
         self._monitors = monitors
         self.agreement = agreement
-        seen = watches, rules, clock, overflow_flags, measurements, isolation
+        seen = watches, rules, clock, measurements, isolation
         self.collector = Collector(config, *seen)
         self.tensors = self.collector.tensors
         archive = Archive(config, watches, measurements)
@@ -386,7 +383,6 @@ class Pipeline:
     def _check(self) -> Report | None:
         collector = self.collector
         collector.scan_all()
-        collector.ask_flags()
         collector.send()
         try:
             self.judge_late()
@@ -455,7 +451,6 @@ class Pipeline:
         ]
         if has_batch:
             collector.scan(hook, () if scaler else others)
-            collector.ask_flags(scaler)
         self._lagged.scan_doubted(hook)
         collector.send(is_lagged)
         unit = collector.begun(STEP, hook, scaler)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from .options import Schedule
 from .undo.restore_point import RestorePoint
-from .watching.overflow_flags import OverflowFlags
 from .watching.watch import ModelWatch
 
 
@@ -57,7 +56,6 @@ class StepClock:
         schedule: Chooses how much of each step is watched.
         watches: The watched models.
         start: The models as they were when the step began, or None.
-        overflow_flags: Those of devices, which a watched step clears.
 
     Attributes:
         step: The number of the step at hand.
@@ -71,12 +69,10 @@ class StepClock:
         schedule: Schedule,
         watches: Sequence[ModelWatch],
         start: RestorePoint | None,
-        overflow_flags: OverflowFlags,
     ) -> None:
         self._schedule = schedule
         self._watches = watches
         self._start = start
-        self._overflow_flags = overflow_flags
         self._is_running = False
         self.step = 0
         self.num_steps = 0
@@ -120,8 +116,6 @@ class StepClock:
     def begin(self) -> None:
         """Begins to watch the step at hand."""
         self.watch(not self._schedule.left_out_by(self.step))
-        if self.is_watched:
-            self._overflow_flags.clear()
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:

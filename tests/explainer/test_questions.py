@@ -76,7 +76,6 @@ EVIDENCE = {
     ],
     "FINITE": [
         {"kind": ""},
-        {"is_of_flag": True},
         {**GRADIENT, "left_over": {"weight": 3}},
         {"kind": "weight"},
         {"calls": {"has_stand_ins": True}},

@@ -92,15 +92,6 @@ def test_exit_code(code, tmp_path, capsys):
     assert status.value.code == 16 and "\ncode " in capsys.readouterr().err
 
 
-@runs("flags-of-the-device")
-def test_flags(code):
-    try:
-        run(code, clear_flag=lambda: None, is_flag_set=lambda: False)
-        assert overflow_fast.flags.of_devices
-    finally:
-        overflow_fast.flags.unregister("npu")
-
-
 def a_rank(folder, code):
     os.chdir(folder)
     known = run(

@@ -46,7 +46,7 @@ def test_each_name_is_what_its_module_has():
         module = importlib.import_module(f"overflow_fast.{path}")
         expected = module if path == name else getattr(module, name)
         assert getattr(overflow_fast, name) is expected, name
-    assert isinstance(overflow_fast.flags, types.ModuleType)
+    assert isinstance(overflow_fast.options, types.ModuleType)
 
 
 def test_another_name_is_not_there(as_kept):

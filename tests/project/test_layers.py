@@ -21,7 +21,7 @@ from overflow_fast.guard import outer
 PACKAGE = Path(overflow_fast.__file__).parent
 
 LAYERS = {
-    "scan": ("_C", "base", "binaries", "flags", "scanner", "torch_internals"),
+    "scan": ("_C", "base", "binaries", "scanner", "torch_internals"),
     "detector": ("detector",),
     "guard": ("guard", "options"),
     "explain": ("explainer", "precision"),

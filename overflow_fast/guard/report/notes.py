@@ -58,10 +58,6 @@ LOSS_LEFT = (
     "What was replayed, the models' own forward and backward, is finite{}. The loss "
     f"outside of them was not replayed: use `{USE_RUN}`."
 )
-FLAG_ALONE = (
-    "The replay is finite. The device's overflow flag alone was set: which operation "
-    "overflowed inside is not known."
-)
 SOME = "Some replays are finite, but {}."
 OLD = (
     "The replay is finite. Gradients were there before the step's first forward, and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...base.notebook_html import text_html
 from ...base.text import as_lines, printable
 from ...detector.frames import frames_text
-from ..verdict.verdict import BadEntry, is_of_flag
+from ..verdict.verdict import BadEntry
 from .advice import advice_for, answers
 from .answer import Need
 from .causes import BAD_DATA, Cause
@@ -287,9 +287,6 @@ class ReportText:
         where = f" on {self.report.where}" if self.report.where else ""
         step = f"Step {self.report.step}"
         subject = "The state is not finite" if self.report.is_of_state else step
-        if is_of_flag(self.verdict):
-            label = self.verdict.first.label
-            return f"{subject} has overflowed{where}: the {label} is set"
         if self.origin.source == "update":  # finite before, and again if it is undone
             return f"{subject}{where}: {written_by_update(self.verdict.first)}"
         return f"{subject}{where}: {what_of(self.verdict.first)}"

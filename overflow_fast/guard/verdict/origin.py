@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ... import _C
-from ...flags import is_label
 from ..undo.restore_point import RestorePoint
 from ..watching.watch import ModelWatch
 from .bad_frames import BadFrame
@@ -23,7 +22,7 @@ from .gradient_origin import origin_of_gradient, origin_of_gradients
 from .kept_state import Bad, checks_weights, nonfinite_state
 from .roles import FORWARDS
 from .state_origin import origin_of_buffer, origin_of_weight
-from .verdict import BATCH, LOSS, OF_FLAG, STAND_IN, Origin
+from .verdict import BATCH, LOSS, STAND_IN, Origin
 
 
 def origin_of(
@@ -61,8 +60,6 @@ def _origin(
     kind = first.frame.kind
     if kind == _C.FrameKind.BUFFERS:
         return origin_of_buffer(first, entry)
-    if kind == _C.FrameKind.RECORDED and is_label(entry.label.name):
-        return Origin("unclear", "unclear", OF_FLAG)
     bad: Bad = {(id(each.watch), each.frame.order): each for each in ordered}
     calls, doubts = Calls(watches), list[Doubt]()
     if kind in FORWARDS:

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...base.types import TensorPath, ValueCounts
-from ...flags import is_label
 from .entry_headroom import EntryHeadroom
 
 SOURCES = (
@@ -164,19 +163,6 @@ class Verdict:
             else:
                 found[name] = value
         return found
-
-
-# The words for where it came from.
-OF_FLAG = (
-    "the device's overflow flag was set, and no tensor that was seen is bad: an "
-    "operation overflowed inside"
-)
-
-
-def is_of_flag(verdict: Verdict) -> bool:
-    """True if a device's overflow flag was set, and no tensor was bad."""
-    first = verdict.first
-    return first is not None and first.kind == "recorded" and is_label(first.label)
 
 
 def is_unseen(verdict: Verdict) -> bool:

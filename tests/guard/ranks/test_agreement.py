@@ -19,7 +19,7 @@ from ranks import device
 from sharded_models import data, ddp, fsdp2, logged, make, sgd, sharded_in_two_ways
 from torch import nn
 
-from overflow_fast import NonFiniteError, OverflowGuard, flags
+from overflow_fast import NonFiniteError, OverflowGuard
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
@@ -340,27 +340,7 @@ def paths():
     return [path.name for path in sorted(folder.glob("*.jsonl"))], headers, runs
 
 
-def one_rank_has_a_flag():
-    """The device of rank 1 says that an operation overflowed; no tensor is bad."""
-    is_set = False
-    flags.register(device().type, clear=lambda: None, read=lambda: is_set)
-    try:
-        model = ddp(make())
-        optimizer = sgd(model)
-        guard = Unexplained(model, optimizer, "skip")
-        first, second = data()[:2]
-        train_step(model, optimizer, first)
-        before = model.module.head.weight.detach().clone()
-        is_set = dist.get_rank() == 1
-        train_step(model, optimizer, second)
-        is_as_before = torch.equal(model.module.head.weight, before)
-        return guard.last_report.headline(), guard.num_skipped, is_as_before
-    finally:
-        flags.unregister(device().type)
-
-
 SCENARIOS = {
-    "flag": one_rank_has_a_flag,
     "join alone": join_without_the_guard,
     "a layer": one_rank_skips_a_layer,
     "state": functools.partial(bad_state, True),
@@ -406,12 +386,6 @@ def test_all_ranks_skip_what_no_gradient_tells_of(as_kept):
     for num_skipped, is_same, where in all_of("skip"):
         assert (num_skipped, is_same) == (1, True)
         as_kept(where)
-
-
-def test_a_flag_of_one_ranks_device_skips_on_all(as_kept):
-    for headline, num_skipped, is_same in all_of("flag"):
-        as_kept(headline)
-        assert (num_skipped, is_same) == (1, True)
 
 
 def device_type():
