@@ -194,7 +194,7 @@ assert '`owner=""`' in pathlib.Path("docs/arguments.md").read_text()
             ),
         ],
         """
-import contextlib, io, json, pathlib, tempfile
+import contextlib, io, pathlib, tempfile
 import torch, overflow_fast
 from overflow_fast.__main__ import main
 from overflow_fast.guard.files.schema import decode
@@ -212,12 +212,6 @@ assert [step.momentum for step in record.steps] == [0.5] * 3
 assert "momentum: The momentum of the first group" in type(record.steps[0]).__doc__
 lines = [line for line in open(folder / "run.ofr") if '"kind": "steps"' in line]
 assert fold([decode(line, StepsLine) for line in lines], 1).momentum == 0.5
-with contextlib.redirect_stdout(io.StringIO()) as out:
-    main(["watch", "--once", "--json", str(folder / "run.ofr")])
-assert json.loads(out.getvalue())["ranks"][0]["momentum"] == 0.5
-with contextlib.redirect_stdout(io.StringIO()) as out:
-    main(["watch", "--once", str(folder / "run.ofr")])
-assert "momentum" in out.getvalue()
 with contextlib.redirect_stdout(io.StringIO()):
     main(["report", str(folder / "run.ofr"), "-o", str(folder / "x.html")])
 assert "momentum" in (folder / "x.html").read_text()

@@ -96,8 +96,6 @@ def test_names_of_modules_reach_no_text_as_they_are(tmp_path, capsys, logged):
     for command in (
         ["suspects", str(paths["log"])],
         ["suspects", "--json", str(paths["log"])],
-        ["watch", "--once", str(paths["record"])],
-        ["watch", "--once", "--json", str(paths["record"])],
         ["report", str(paths["record"]), str(tmp_path / "e"), "-o", str(page)],
     ):
         assert main(command) == 0
@@ -143,7 +141,7 @@ def test_the_drop_in_escapes_names_and_nothing_else():
     [
         [FORGED],
         ["suspects", "x", f"--{FORGED}"],
-        ["watch", "x", "-n", FORGED],
+        ["demo", "--rounds", FORGED],
         ["suspects", FORGED],
         ["compare", FORGED, FORGED],
         ["explain", FORGED, "--model", "x.py:f"],

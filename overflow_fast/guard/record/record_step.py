@@ -1,7 +1,7 @@
 """A step of a flight record: its numbers, and how those of several become one.
 
-What is declared here of a number is all that reading, folding, pages, `watch` and
-`read_record` need; its value is set in `written_lines.step_line()`.
+What is declared here of a number is all that reading, folding, pages and `read_record`
+need; its value is set in `written_lines.step_line()`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def _of_step(text: str, folded: Callable[[Sequence[Any]], Any], **more: Any) -> 
     Args:
         text: What it is.
         folded: Makes the value of a line out of those of several, the oldest first.
-        **more: `drawn`: the words of a sparkline of pages and of a column of `watch`,
-            if it has them. `since`: see `meaning()`.
+        **more: `drawn`: the words of a sparkline of pages, if it has them.
+            `since`: see `meaning()`.
     """
     return meaning(text, folded=folded, **more)
 

@@ -23,9 +23,7 @@ def check_first(path: Path, line: bytes | None) -> None:
     """
     head = head_of(line)
     if head.kind == RECORD:
-        raise LogError(
-            f"{path} is a flight record: see `overflow-fast watch` and `report`."
-        )
+        raise LogError(f"{path} is a flight record: see `overflow-fast report`.")
     if head.overflow_fast is None:
         raise LogError(f"{path} is no log of overflow_fast.")
     try:

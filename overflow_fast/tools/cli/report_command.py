@@ -17,7 +17,7 @@ from .subcommand import (
 )
 
 
-@command(after="watch")
+@command(after="run")
 def add_report(commands: Commands) -> None:
     """Adds the command `report`."""
     parser = add_command(

@@ -7,7 +7,7 @@ The flow:
 2. `entries_of()` makes the entries of the lines that name them. A line may be damaged:
    how many entries there are is what the widest line of steps has.
 3. Steps and columns are made of the lines when they are asked for, and kept; `row()`
-   and `headroom_row()` read a line alone, and need no torch.
+   reads a line alone, and needs no torch.
 
 The state is the lines. `_begins` has the index of the first entry of each model: in
 each line a model's columns may be shorter than they came to be later.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import UNSET, Struct
 from msgspec.structs import asdict
 
-from ...base.text import bits_left, printable
+from ...base.text import printable
 from ...guard.files.fields import fields_of, said_of
 from ...guard.files.schema import plain
 from ...guard.record.columns import as_tensor, read_numbers
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from ...guard.record.columns import Numbers
 
-# The numbers of a step that pages and `watch` show, with the words in front of them.
+# The numbers of a step that pages show, with the words in front of them.
 _WORDS = {n: said_of(each, "drawn") for n, each in fields_of(RecordStep).items()}
 _IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
 DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
@@ -255,14 +255,6 @@ class FlightRecord:
         for begin, numbers in self._numbers(name, self._lines[i]):
             whole[begin : begin + len(numbers)] = numbers
         return whole
-
-    def headroom_row(self, i: int) -> list[float]:
-        """The bits of line i as `headroom_bits()[i]` has them, without torch."""
-        rows = (self.row(name, i) for name in ("abs_max", "num_nan", "num_inf"))
-        return [
-            -math.inf if nan > 0 or inf > 0 else bits_left(entry.limit, high)
-            for entry, high, nan, inf in zip(self.entries, *rows, strict=True)
-        ]
 
     def to_dataframe(self) -> Any:
         """The record as a `pandas.DataFrame`: a row for each dict of iterating.

@@ -51,11 +51,6 @@ def test_rows_are_those_of_the_tensors(record):
             assert same(record.row(name, i), tensor[i]), (name, i)
 
 
-def test_rows_of_headroom_are_those_of_the_tensor(record):
-    for i in range(3):
-        assert same(record.headroom_row(i), record.headroom_bits()[i]), i
-
-
 VALUES = (0.0, 1e-300, 6e-8, 1.0, LIMIT, 1e300, INF, NAN, -1.0)
 
 

@@ -108,9 +108,6 @@ def test_records(whole, tmp_path):
             str(record)
         if i % 2 == 0:
             assert ask("report", path, "-o", page) in (0, 2)
-        if i % 2 == 1:
-            assert ask("watch", "--once", path) in (0, 2)
-            assert ask("watch", "--once", "--json", path) in (0, 2)
 
 
 def test_logs(whole, tmp_path):
@@ -215,8 +212,6 @@ def test_what_is_no_file_is_a_sentence(kind, tmp_path, whole):
     for command in (
         ("suspects", path),
         ("report", path, "-o", page),
-        ("watch", "--once", path),
-        ("watch", "--once", "--json", path),
         ("compare", path, path),
         ("explain", path, "--model", f"{whole / 'model.py'}:build"),
         ("explain", whole / "step", "--model", f"{path}:build"),
