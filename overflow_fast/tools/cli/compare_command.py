@@ -7,7 +7,7 @@ import argparse
 from ...base.text import printable
 from .subcommand import Commands, add_command, command, fail, reason
 
-_FORMATS = (".html", ".xlsx", ".json")
+_FORMATS = (".html", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
 
 
@@ -45,7 +45,7 @@ def add_compare(commands: Commands) -> None:
     parser.add_argument(
         *("-o", "--output"),
         metavar="FILE",
-        help="also write the comparison: FILE.html, FILE.xlsx or FILE.json",
+        help="also write the comparison: FILE.html or FILE.json",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -199,27 +199,6 @@ class Comparison:
 
         return pandas.DataFrame([row.to_dict() for row in self.rows])
 
-    def to_xlsx(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the rows as a workbook, by pandas; no text is taken for a formula.
-
-        Args:
-            path: A file that is not there yet.
-
-        Raises:
-            FileExistsError: If the file is there.
-            ImportError: If pandas or XlsxWriter is not installed.
-        """
-        where = _new_path(path)
-        options = {"strings_to_formulas": False, "strings_to_urls": False}
-        self.to_dataframe().to_excel(
-            where,
-            index=False,
-            engine="xlsxwriter",
-            freeze_panes=(1, 2),
-            engine_kwargs={"options": options},
-        )
-        return where
-
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Writes a page that needs no network.
 

@@ -232,19 +232,12 @@ def test_the_values_of_a_row(compared):
 
 
 def test_it_is_written_in_all_formats(compared, tmp_path):
-    openpyxl = pytest.importorskip("openpyxl")
-    pytest.importorskip("xlsxwriter")
     model = tower()
     eps(model)
     diff = compared(model, tower(), tensors=True)
     plain = json.loads(diff.to_json(tmp_path / "diff.json"))
     assert plain == json.loads((tmp_path / "diff.json").read_text())
     assert plain["first"]["module"] == "blocks.1.norm" and plain["differs"] is True
-    table = openpyxl.load_workbook(diff.to_xlsx(tmp_path / "diff.xlsx")).active
-    cells = list(table.iter_rows(values_only=True))
-    assert len(cells) == len(diff.rows) + 1
-    found = dict(zip(cells[0], cells[1 + diff.rows.index(diff.first.row)], strict=True))
-    assert found["verdict"] == "introduced" and found["name"] == "blocks.1.norm: output"
     page = diff.to_html(tmp_path / "diff.html").read_text()
     assert page.count(str(diff.first)) == 1
     assert "http" not in page.lower() and page.count("<tr") > 20
