@@ -138,6 +138,21 @@ def test_what_code_begins_in_the_middle_of_a_training_is_run_again(form):
     assert own.is_done == (form == "attribute")
 
 
+def test_an_attribute_that_was_bad_before_is_known_in_each_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(BegunLate("attribute"))
+
+    def spoiled():
+        loss = model(torch.eye(4))
+        model[0].codes = torch.full((4,), float("inf"))
+        return loss
+
+    usual = [lambda: model(torch.eye(4))] * 9
+    report = failed(model, lambda: model(torch.eye(4)), before=[*usual, spoiled])
+    found = report.explanation
+    assert (found.cause, found.tensor) == ("bad weights", "0.codes")
+
+
 class Silent(nn.Module):
     def __init__(self):
         super().__init__()
