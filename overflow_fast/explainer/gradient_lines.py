@@ -25,9 +25,9 @@ from .replay_check import without_optimizer_steps
 from .running_code import (
     BACKWARDS,
     FORBIDDEN,
-    FUNCTIONS,
     is_within,
     names_in,
+    own_nodes,
     running_code,
     variables_of,
 )
@@ -89,7 +89,7 @@ def _lines_behind(around: ast.AST, line: int) -> list[ast.stmt] | None:
     None where the code calls no backward itself: in a function that it defines, or
     calls, backward may be called at any time.
     """
-    calls = [n for n in _own_nodes(around) if isinstance(n, ast.Call)]
+    calls = [n for n in own_nodes(around) if isinstance(n, ast.Call)]
     calls = [n for n in calls if getattr(n.func, "attr", "") in BACKWARDS]
     last = max(
         (n.end_lineno or 0 for n in calls if (n.end_lineno or 0) < line), default=0
@@ -101,14 +101,6 @@ def _lines_behind(around: ast.AST, line: int) -> list[ast.stmt] | None:
                 if first is not None and now is not None and first < now:
                     return [*block[first + 1 : now], *_leading_to(block[now], line)]
     return None
-
-
-def _own_nodes(around: ast.AST) -> Iterator[ast.AST]:
-    """Yields what runs where some code does, without what it defines to run later."""
-    for node in ast.iter_child_nodes(around):
-        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            yield node
-            yield from _own_nodes(node)
 
 
 def _leading_to(statement: ast.stmt, line: int) -> list[ast.stmt]:

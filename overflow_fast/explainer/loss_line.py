@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -17,9 +17,9 @@ from torch import nn
 from ..base.modules import modules_in
 from .running_code import (
     BACKWARDS,
-    FUNCTIONS,
     is_within,
     names_in,
+    own_nodes,
     running_code,
     targets_of,
     variables_of,
@@ -85,10 +85,15 @@ class LossLine:
         return set(map(ast.dump, losses_in(self.around))) - {ast.dump(self.backward)}
 
     @property
+    def assignments(self) -> list[Any]:
+        """The statements that assign to it, without those of functions within."""
+        own = [n for n in own_nodes(self.around) if isinstance(n, ast.stmt)]
+        return [each for each in own if self.name in targets_of(each)]
+
+    @property
     def assignment(self) -> ast.Assign | None:
         """The one assignment to it that does not go on from its value, or None."""
-        own = self.name
-        found = [n for n in _own_statements(self.around) if own in targets_of(n)]
+        own, found = self.name, self.assignments
         first = [n for n in found if own not in names_in(n, ast.Load)]
         is_plain = all(
             isinstance(getattr(n, "targets", [0])[0], ast.Name) for n in found
@@ -98,15 +103,6 @@ class LossLine:
         given = first[0].value.args if isinstance(first[0].value, ast.Call) else []
         reads = any(names_in(each, ast.Load) for each in given or [first[0].value])
         return first[0] if reads or len(found) == 1 else None  # else others add to it
-
-
-def _own_statements(around: ast.AST) -> Iterator[Any]:
-    """Yields the statements of a function, without those of functions within it."""
-    for each in ast.iter_child_nodes(around):
-        if isinstance(each, BLOCKS):
-            yield each
-            if not isinstance(each, (*FUNCTIONS, ast.ClassDef)):
-                yield from _own_statements(each)
 
 
 def find_loss_line() -> LossLine | None:
@@ -122,10 +118,7 @@ def find_loss_line() -> LossLine | None:
         if of is None:
             continue
         line = LossLine(frame, variables_of(frame), source, around, of)
-        is_assigned = (
-            line.name in targets_of(each) for each in _own_statements(around)
-        )
-        if not line.is_held or any(is_assigned):
+        if not line.is_held or line.assignments:
             return line
         loss = line.variables.get(line.name)  # an argument: its caller computed it
     return None

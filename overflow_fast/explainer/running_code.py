@@ -53,6 +53,14 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def own_nodes(around: ast.AST) -> Iterator[ast.AST]:
+    """Yields what runs where some code does, without what it defines to run later."""
+    for node in ast.iter_child_nodes(around):
+        if not isinstance(node, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):
+            yield node
+            yield from own_nodes(node)
+
+
 def names_in(node: ast.AST, kind: type[ast.expr_context]) -> set[str]:
     found = (n for n in ast.walk(node) if isinstance(n, ast.Name))
     return {n.id for n in found if isinstance(n.ctx, kind)}

@@ -9,7 +9,8 @@ are kept with the buffers since they may hold statistics, which a forward update
    may have come behind that copy: such a tensor is not restored, which the report says.
 2. Weights: an optimizer writes to them between steps; a forward hardly ever does, but
    for an embedding with `max_norm`, or an initialization by the first batch. One that a
-   forward was seen to write to is copied in each step; a small one in a full step, too.
+   forward was seen to write to is copied in each step; a small one in a full step, too,
+   and in each step if its module's code may write to it.
 3. A step that is undone may find another tensor in the place. If a forward has put it
    there, the one of the beginning comes back. If other code has, it stays. If it is the
    one of the last step, it stays, too: `functional_call` had another one there for the

@@ -20,7 +20,8 @@ between, and whose writes stay: see `lending.py`.
 The state: a `KeptPlace` for each place of a tensor, from step to step, with its copy;
 one `StepTensors`, which looks at the tensors of all places at once; and the
 `KeptAttributes` of modules, of this step alone. Those are kept in full steps, and from
-then on in each step for the modules that a forward was seen to change.
+then on in each step for the modules that a forward was seen to change, or whose own
+code may (`writing_modules.py`). So are the small weights that such code may write to.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from .attributes import KeptAttributes
 from .kept_place import KeptPlace, Slot
 from .step_tensors import StepTensors
+from .writing_modules import writes_of, written_by
 
 _FEW = 4  # names in a sentence; chosen
 _TABLES = (MODULES, BUFFERS, PARAMETERS)
@@ -98,6 +100,7 @@ class ModelRestorePoint:
         self.tensors = StepTensors()
         self.attributes: list[KeptAttributes] = []
         self._changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._writers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # to weights
         self._num_taken = 0
         self.is_taken = False
         self.is_firm = False
@@ -113,6 +116,8 @@ class ModelRestorePoint:
             return
         self._num_taken += 1
         is_full = self._num_taken & (self._num_taken - 1) == 0
+        if is_full:
+            self._note_writers(model)
         if is_full or not (self._is_same_model(model) and self.tensors.take()):
             self._walk(model, is_full)
         self.tensors.begin()
@@ -122,6 +127,14 @@ class ModelRestorePoint:
         kept = filter(KeptAttributes.are_kept, modules)
         self.attributes = list(map(KeptAttributes, kept))
         self.is_taken, self.is_firm = True, is_firm
+
+    def _note_writers(self, model: nn.Module) -> None:
+        for module in modules_in(model):
+            writes = writes_of(module)
+            if writes.attributes or writes.weights:
+                self._changing.add(module)
+            if writes.weights:
+                self._writers.add(module)
 
     def _is_same_model(self, model: nn.Module) -> bool:
         is_same = self._model is not None and self._model() is model
@@ -140,7 +153,8 @@ class ModelRestorePoint:
         self._are_trained = _C.require_grad(self._parameters)
         places = [self._place(*each) for each in found]
         self._places = {place.slot: place for place in places}
-        _copy([place for place in places if place.begin(is_full)])
+        written = {each for writer in self._writers for each in written_by(writer)}
+        _copy([e for e in places if e.begin(is_full or e.module() in written)])
         self.tensors.list_tensors(places, is_full)
 
     def _place(
@@ -233,6 +247,7 @@ class ModelRestorePoint:
         self._note_placed()
         # A flag such as `is_initialized` belongs to the weights.
         written = {place.module() for place in self._places_written()}
+        written |= {e for e in self._writers if not written.isdisjoint(written_by(e))}
         failed = dict[tuple[str, str], list[str]]()
         for place in self._places.values():
             try:

@@ -10,7 +10,8 @@ What is kept, so that a clean step stays cheap:
 2. Trained weights: their versions are noted. One that a forward writes to, as an
    embedding with `max_norm` does, is copied from the next step on.
 3. Small weights, and the plain attributes of modules: in steps 1, 2, 4, 8, ..., and in
-   each step once a forward was seen to change them.
+   each step once a forward was seen to change them, or if the code of their module's
+   class may.
 
 `model_restore_point.py` does this for one model.
 """

@@ -8,6 +8,7 @@ from failed_runs import failed
 from torch import nn
 
 from overflow_fast import OverflowGuard, assert_finite_state
+from overflow_fast.guard.undo import writing_modules
 from overflow_fast.monitors import LayerAudit, MaskedOps
 
 pytestmark = pytest.mark.explains
@@ -90,6 +91,93 @@ def test_a_large_weight_that_the_forward_has_written_is_said_to_be_unknown(as_ke
     said = " ".join(report.sentences())
     assert "the step's forward, which has written to 1.log_scale" in said
     assert "not known whether" not in said and "to try" not in said
+
+
+def begun_by(module, x):
+    module.layers[0].weight.data.copy_(x[:4].log())
+    module.is_done = True
+
+
+class BegunLate(nn.Module):
+    """Its forward begins the weight of a layer, or an attribute, with a large batch."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layers, self.form = nn.ModuleList([nn.Linear(4, 4)]), form
+        self.is_done, self.codes = form == "attribute", None
+
+    @torch.no_grad()
+    def begin(self, x):
+        self.layers[0].weight.copy_(x[:4].log())
+        self.is_done = True
+
+    def begin_attribute(self, x):
+        self.codes = x.log()
+
+    def forward(self, x):
+        begins = len(x) > 4
+        if begins and not self.is_done:
+            self.begin(x) if self.form == "method" else begun_by(self, x)
+        if begins and self.form == "attribute" and self.codes is None:
+            self.begin_attribute(x)
+        y = self.layers[0](x)
+        return (y if self.codes is None else y * self.codes).sum()
+
+
+@pytest.mark.parametrize("form", ["method", "function", "attribute"])
+def test_what_code_begins_in_the_middle_of_a_training_is_run_again(form):
+    torch.manual_seed(0)
+    model = nn.Sequential(BegunLate(form))
+    own, x = model[0], torch.eye(4)
+    usual = [lambda: model(x)] * 10
+    report = failed(model, lambda: model(x.repeat(2, 1)), before=usual)
+    found = report.explanation
+    assert (found.cause, found.op.name) == ("undefined", "aten.log")
+    assert ".log()" in found.op.code and "not known" not in str(report)
+    assert own.layers[0].weight.isfinite().all()
+    assert own.is_done == (form == "attribute")
+
+
+def test_an_attribute_that_was_bad_before_is_known_in_each_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(BegunLate("attribute"))
+
+    def spoiled():
+        loss = model(torch.eye(4))
+        model[0].codes = torch.full((4,), float("inf"))
+        return loss
+
+    usual = [lambda: model(torch.eye(4))] * 9
+    report = failed(model, lambda: model(torch.eye(4)), before=[*usual, spoiled])
+    found = report.explanation
+    assert (found.cause, found.tensor) == ("bad weights", "0.codes")
+
+
+class Silent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.zeros(4, dtype=torch.bool)
+        mask[0] = True
+        return self.layer(x).masked_fill_(mask, 0).detach()
+
+
+class OfBegun(BegunLate):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_code_that_writes_to_modules_is_known_by_its_class():
+    begun, quiet = BegunLate("method"), Silent()
+    assert writing_modules.writes_of(begun) == (True, True)
+    assert writing_modules.writes_of(OfBegun("method")) == (True, True)
+    assert writing_modules.written_by(begun) == {begun, *begun.layers, begun.layers}
+    others = quiet, nn.BatchNorm1d(4), nn.Sequential(begun)
+    assert {writing_modules.writes_of(each) for each in others} == {(False, False)}
+    begun.layers.append(nn.Sequential(begun.layers))  # which holds itself
+    assert begun.layers[0] in writing_modules.written_by(begun)
 
 
 @pytest.mark.parametrize("size", [9, 2**13])  # copied in the first steps, and not
