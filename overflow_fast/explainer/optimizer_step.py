@@ -81,7 +81,8 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
                 return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
-            group = {**now, **step.last_steps.settings(optimizer, place)}
+            *_, last = [{}, *step.last_steps.settings(optimizer, place)]
+            group = {**now, **last}
             made = _made_again(_Again(optimizer, group, parameter), place, found)
             times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)

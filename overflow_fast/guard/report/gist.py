@@ -69,7 +69,7 @@ def parted(text: str) -> tuple[str, str]:
     Of a clause that is too long the line has the beginning, and all is left to say.
     """
     clause, *rest = re.split("[;.] ", text.removesuffix("."), maxsplit=1)
-    if len(clause) > _LONGEST_REASON:
+    if len(clause) > _LONGEST_REASON and ": " in clause:
         return clause.partition(": ")[0], text
     end = text[len(clause) + len("; ") :] if rest else ""
     return clause, capitalized(end) if end and text[0].isupper() else end
