@@ -93,7 +93,7 @@ def _settings(
         return f", in which {what}", [], _RISEN
     if min(rates) < max(rates):
         return f", at learning rates of {min(rates):.3g} to {max(rates):.3g}", [], ""
-    betas = last[-1].get("betas", ()) if "Adam" in name else ()
+    betas: Sequence[float] = last[-1].get("betas", ()) if "Adam" in name else ()
     updates = [abs(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
     is_open = len(betas) == 2 and betas[0] ** 2 > betas[1] and step.past.between == 1
     if is_open and len(updates) > 1 and FIRST_TO_GROW.is_passed(updates[-1], 1.0):
