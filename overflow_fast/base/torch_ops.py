@@ -136,7 +136,7 @@ _TABLE = (
     ("lerp", _op("grows")),
     ("pow", _op("each promotes", "input exponent", sign="**")),
     ("rpow", _op("promotes")),
-    ("reciprocal", _op("each", is_inside=lambda x: x != 0)),
+    ("reciprocal", _op("each", is_inside=lambda x: x != 0, sign="/")),
     # Of matrices.
     ("mm bmm", _op("bilinear product grows")),
     ("matmul", _op("bilinear product grows", _TWO)),

@@ -56,6 +56,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
         text
         for texts in (
             _of_batch(step, found),
+            _of_slice(step, found),
             _of_own_input(step),
             _of_walk(step, found),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
@@ -127,7 +128,7 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
             zeros = f"has {counted(num_zeros, 'zero')} {among}, none"
             was_not = "is 0, and was not" if now.numel() == 1 else zeros
             yield f"`{name}` {was_not} in the last clean step"
-        if has_zero:
+        if has_zero and found.sample is not None:
             yield from _of_constants(name, now, was, found.sample)
         is_single = is_asked and now.dim() and was.dim()
         if is_single and len(now) <= 1 < len(was):
@@ -140,6 +141,8 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
 def _of_labels(step: BadStep, found: Explanation) -> Iterator[str]:
     """A tensor of the batch that has one value throughout, such as labels."""
     for name, now, was, _ in _beside_clean(step) if _was_given_nothing(found) else ():
+        if found.sample is not None and not now.is_floating_point():
+            yield from _of_constants(name, now, was, found.sample)
         if _is_constant(now) and not _is_constant(was):
             value = f"{now.flatten()[0].item():.7g}"
             yield f"`{name}` is {value} throughout; it was not in the last clean step"
@@ -164,18 +167,35 @@ def _is_constant(values: torch.Tensor) -> bool:
 
 
 def _of_constants(
-    name: str, now: torch.Tensor, was: torch.Tensor, sample: int | None
+    name: str, now: torch.Tensor, was: torch.Tensor, sample: int
 ) -> Iterator[str]:
-    """The sample that fails, if it has one value throughout; else such a column."""
-    what, dim = ("column", -1) if sample is None else ("sample", 0)
-    known = _constants(now, dim)
-    places = [each for each in known if sample in (None, each)]
-    if places and not _constants(was, dim):
-        place = places[0]
+    """The sample that fails, if it has one value throughout, which is not usual."""
+    known = _constants(now, 0)
+    if sample in known and not _constants(was, 0):
         yield (
-            f"{what} {place} of `{name}` is {plain_number(known[place])} throughout; "
-            f"no {what} was of one value in the last clean step"
+            f"sample {sample} of `{name}` is {plain_number(known[sample])} throughout; "
+            "no sample was of one value in the last clean step"
         )
+
+
+def _of_slice(step: BadStep, found: Explanation) -> Iterator[str]:
+    """A slice of the batch that has one value, at the index where the operation failed.
+
+    So it is with a channel that is constant, of which a 0 is the deviation.
+    """
+    op, call = found.op, _bad_call(step)
+    if op is None or call is None or not _was_given_zero(found):
+        return
+    shape, index = (op.outputs[0].shape, op.first_index) if op.outputs else ((), ())
+    failed = [each for each in zip(shape, index or (), strict=False) if each[0] > 1]
+    for name, tensor in call.leaves():
+        for dim, size in enumerate(tensor.shape if _is_data(tensor) else ()):
+            known = _constants(tensor.detach(), dim)
+            for _, place in (e for e in failed if e[0] == size and e[1] in known):
+                if len(known) == 1:  # else it may be usual there
+                    value = plain_number(known[place])
+                    at = f"[{':, ' * dim}{place}]"
+                    yield f"`{name}{at}` is {value} throughout, alone of {size}"
 
 
 def _constants(values: torch.Tensor, dim: int) -> dict[int, float]:

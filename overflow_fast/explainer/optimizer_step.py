@@ -81,7 +81,8 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
                 return replace(found, evidence=[put], notes=[REPLACED])
             now = optimizer.param_groups[place]
-            group = {**now, **step.last_steps.settings(optimizer, place)}
+            *_, last = [{}, *step.last_steps.settings(optimizer, place)]
+            group = {**now, **last}
             made = _made_again(_Again(optimizer, group, parameter), place, found)
             times = step.last_steps.writes_since(optimizer, parameter)
             found.evidence += [_WRITTEN.format(times)] * bool(times)
@@ -257,13 +258,24 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
         made, calls.calls, again.how_tried, again.is_finite
     )
     found.remedies.sort(key=lambda each: not each.is_finite)
-    found.reason = eps or width
+    rows = _rows_of_zeros(bad, again.gradient)
+    found.reason = eps or width or rows
     values = f"{num} of these {most} values" if most > 1 else "that value"
     found.evidence.append(
         f"the step made again with {again.given} makes {values} non-finite; "
         f"{width or 'in float64 as well'}"
     )
     return found
+
+
+def _rows_of_zeros(bad: torch.Tensor, gradient: torch.Tensor | None) -> str:
+    """How many rows of the gradient are 0, where all bad values lie in such rows."""
+    if gradient is None or gradient.dim() < 2 or gradient.layout != torch.strided:
+        return ""
+    is_zero = (gradient == 0).flatten(1).all(1)
+    num, is_there = int(is_zero.sum()), is_zero[bad.flatten(1).any(1)].all()
+    text = f"{num} of {len(is_zero)} rows of its gradient are 0, where these values lie"
+    return text * (0 < num < len(is_zero) and bool(is_there))
 
 
 def _beyond(op: OpCall) -> str:

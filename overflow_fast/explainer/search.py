@@ -400,6 +400,7 @@ class Search:
             result = self.replayer.run(patches=[ScaledWeights(growth.factors)])
             if result.error is None and not result.is_forward:
                 found.cause, found.reason = DIVERGENCE.name, growth.text
+                found.advice = growth.advice
                 found.evidence = [*growth.order, *found.evidence, _SMALLER]
                 tell_float64(found)
                 return

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from .bad_step import BadStep
 from .bounds import FIRST_TO_GROW, SCALED_BACK, WEIGHT
 from .named_tensors import names_of
+from .optimizer_twin import group_of
 from .past_steps import KEPT
 from .tensor_kinds import sizes_and_bad
 
 _SOON = 2  # then it may have grown before the first step that is known
 _UPDATES = "the weights, by the update or other code,"
+_NO_BOUND = (
+    "in the steps before its magnitude changed by at most {:.3g} times the learning "
+    "rate; betas ({:g}, {:g}): where beta1**2 is above beta2, that has no bound in Adam"
+)
+_BETA = (
+    "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
+)
+_RISEN = (
+    "load an older checkpoint, and let the learning rate rise less, or clip gradients"
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +37,15 @@ class WeightGrowth:
     Attributes:
         text: How much, in words.
         order: Which of loss, gradient and update has grown first, in a sentence; empty
-            where it is not known.
+            where it is not known; and what there is to say of an optimizer's settings.
+        advice: What to try; "" for what is usual.
         factors: By how much they have to be multiplied to be as large as they were.
     """
 
     text: str
     order: list[str]
     factors: dict[str, float]
+    advice: str = ""
 
 
 def find_growth(step: BadStep) -> WeightGrowth | None:
@@ -50,11 +67,40 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
         for each in now
         if SCALED_BACK.is_passed(now[each], before[each])
     }
+    rate, evidence, advice = _settings(step, dict(named)[name], history[name])
     text = (
         f"the largest weight went from {before[name]:.3g} to {now[name]:.3g} ({name}) "
-        f"within the last {steps}"
+        f"within the last {steps}{rate}"
     )
-    return WeightGrowth(text, _order(step), factors)
+    return WeightGrowth(text, [*_order(step), *evidence], factors, advice)
+
+
+def _settings(
+    step: BadStep, weight: torch.Tensor, sizes: Sequence[float]
+) -> tuple[str, list[str], str]:
+    """The learning rates that a weight grew at, evidence of betas, and advice."""
+    last, name = list[Mapping[str, Any]](), ""
+    for each in step.optimizers:
+        place = group_of(each, weight)
+        if place is not None:
+            last, name = step.last_steps.settings(each, place), type(each).__name__
+    rates = [each["lr"] for each in last if type(each.get("lr")) is float]
+    if not rates or len(rates) < len(last):
+        return "", [], ""
+    first, rate = rates[0], rates[-1]
+    if first < rate and rates == sorted(rates):
+        what = f"the learning rate rose from {first:.3g} to {rate:.3g}"
+        return f", in which {what}", [], _RISEN
+    if min(rates) < max(rates):
+        return f", at learning rates of {min(rates):.3g} to {max(rates):.3g}", [], ""
+    betas: Sequence[float] = last[-1].get("betas", ()) if "Adam" in name else ()
+    updates = [abs(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
+    is_open = len(betas) == 2 and betas[0] ** 2 > betas[1] and step.past.between == 1
+    if is_open and len(updates) > 1 and FIRST_TO_GROW.is_passed(updates[-1], 1.0):
+        last_one = f", in the last one by {updates[-1]:.3g} times the learning rate"
+        evidence = _NO_BOUND.format(max(updates[:-1]), *betas)
+        return f"{last_one} {rate:.3g}", [evidence], _BETA
+    return f", at a learning rate of {rate:.3g}", [], ""
 
 
 def _order(step: BadStep) -> list[str]:
@@ -81,17 +127,7 @@ def _order(step: BadStep) -> list[str]:
         return []
     begins.sort(key=lambda each: -each[0])  # stable: the loss is first in a step
     clauses = [f"{what} {_when(before)} ({change})" for before, what, change in begins]
-    is_update = begins[0][1] == _UPDATES
-    rates = {
-        group["lr"]
-        for optimizer in step.optimizers
-        for place in range(len(optimizer.param_groups))
-        if "lr" in (group := step.last_steps.settings(optimizer, place))
-    }
-    rate = ""
-    if is_update and len(rates) == 1:
-        rate = f"; the learning rate was {rates.pop():.3g} in the last step"
-    return [f"grew tenfold first: {', then '.join(clauses)}{rate}"]
+    return [f"grew tenfold first: {', then '.join(clauses)}"]
 
 
 def _large_since(values: Sequence[float]) -> int | None:

@@ -104,6 +104,48 @@ def test_a_weight_that_has_grown_is_told_by_what_it_was_itself():
     guard.remove()
 
 
+def test_a_learning_rate_that_has_risen_is_told():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step + 1)
+    guard = OverflowGuard(model, optimizer)
+    with pytest.raises(NonFiniteError, match=r"rose from 2 to [^$]*rise less"):
+        for _ in range(200):
+            x = torch.randn(8, 4)
+            guard.run(lambda x=x: (model(x)[:, 0] - x.sum(1)).pow(2).mean()).backward()
+            optimizer.step()
+            warm_up.step()
+            optimizer.zero_grad()
+    guard.remove()
+
+
+@pytest.mark.parametrize(
+    ("beta2", "told"),
+    [
+        (0.01, r"in the last one by .* times the learning rate 0\.1\.[^$]*set beta2"),
+        (0.999, r"at a learning rate of 0\.1\.[^$]*lower the learning rate"),
+    ],
+)
+def test_an_update_that_betas_leave_without_bound_is_told(beta2, told):
+    """The gradient falls, and Adam's divisor falls faster; or other code writes."""
+    model = nn.ParameterDict({"w": torch.full([1], 0.1)})
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, (0.9, beta2))
+    guard = OverflowGuard(model, optimizer)
+
+    def loss(slope):
+        return (slope * model["w"] + 0 * model["w"].abs().exp()).sum()
+
+    with pytest.raises(NonFiniteError, match=told):
+        for step in range(15):
+            guard.run(lambda step=step: loss(1.0 if step < 9 else 1e-5)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if beta2 == 0.999 and step == 12:
+                model["w"].data.mul_(1e3)
+    guard.remove()
+
+
 def test_steps_that_were_not_watched_leave_it_open():
     found = diverged(divides=1e-7, schedule=Schedule(2))
     assert "watched steps" in found.reason and order_of(found) == []

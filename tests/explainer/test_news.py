@@ -109,7 +109,37 @@ def test_a_column_that_is_constant():
         return (model(x) / x.std(0)).mean()
 
     text = news_of(batch_of, loss_of)
-    assert text.startswith("column 2 of `batch[0]` is 0.5 throughout; no column was")
+    assert text == "`batch[0][:, 2]` is 0.5 throughout, alone of 4"
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_channel_that_is_constant_is_told_where_it_is_alone(num):
+    def batch_of(step):
+        x = rows(step, 8, 4, 5)
+        x[:, :num] = 0.5 if step == BAD else x[:, :num]
+        return x, rows(step, 8, 4)
+
+    def loss_of(model, x, y):
+        deviation = x.sub(x.mean((0, 2), keepdim=True)).square().mean((0, 2)).sqrt()
+        return (model(y) / deviation).mean()
+
+    alone = "`batch[0][:, 0]` is 0.5 throughout, alone of 4"
+    assert news_of(batch_of, loss_of) == (alone if num == 1 else "")
+
+
+def test_labels_of_one_sample_that_are_constant():
+    def batch_of(step):
+        labels = torch.randint(0, 4, (4, 9), generator=numbers(step))
+        labels[2] = -100 if step == BAD else labels[2]
+        return rows(step, 4, 4), labels
+
+    def loss_of(model, x, labels):
+        counts = labels != -100
+        return ((model(x) * counts).sum(1) / counts.sum(1)).square().mean()
+
+    assert news_of(batch_of, loss_of).startswith(
+        "sample 2 of `batch[1]` is -100 throughout; no sample was of one value"
+    )
 
 
 def test_a_sample_that_is_constant():

@@ -196,6 +196,12 @@ def test_what_is_in_a_module(case):
     assert found.replays <= BUDGET + 1  # and one in float64
 
 
+def test_a_number_beyond_float64_is_not_told_as_the_largest_of_the_others():
+    model = Net(lambda x: torch.exp(0 * x + torch.tensor([1.0, 100.0, 800.0, 0.0])))
+    found = explain(model, data(), lambda x: model(x).sum())
+    assert (found.cause, found.op.true_value) == (RANGE, INF)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_numbers_of_an_overflow(dtype):
     limit = torch.finfo(dtype).max

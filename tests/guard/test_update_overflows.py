@@ -439,6 +439,26 @@ def test_a_gradient_of_0_that_an_optimizer_divides_by_is_seen_in_its_step():
         assert guard.num_skipped == 1
 
 
+class RescaledRows(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            size = p.grad.norm(dim=-1, keepdim=True)
+            p -= 1e-3 * p.grad / size
+
+
+@pytest.mark.explains
+def test_rows_whose_gradient_is_0_are_counted():
+    table = nn.Embedding(6, 3)
+    optimizer = RescaledRows(table.parameters())
+    with OverflowGuard(table, optimizer, "skip") as guard:
+        table(torch.tensor([0, 4])).square().sum().backward()
+        optimizer.step()
+        found = guard.last_report.explanation
+    where = "4 of 6 rows of its gradient are 0, where these values lie"
+    assert (found.cause, found.reason) == ("undefined", where)
+
+
 @pytest.mark.explains
 def test_in_an_optimizers_step_eps_stands_outside_of_the_root():
     """No gradient goes through it, and inside of the root it would be as large."""

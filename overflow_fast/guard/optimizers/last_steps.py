@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -12,10 +13,11 @@ from ... import _C
 from ...base.modules import stepped_by
 
 _NUMBERS = (float, int, tuple, list)
+_KEPT = 16  # steps whose settings are kept, as many as weights' magnitudes are
 
 
 class _LastStep(NamedTuple):
-    settings: list[dict[str, Any]]
+    settings: deque[list[dict[str, Any]]]  # of the last steps
     versions: list[int]
     weights: list[int]  # their ids: a weak reference would keep one from being swapped
     shapes: list[torch.Size]
@@ -33,9 +35,11 @@ class LastSteps:
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
-        stepped = stepped_by(optimizer)
+        stepped, last = stepped_by(optimizer), self._of.get(optimizer)
+        settings = deque(maxlen=_KEPT) if last is None else last.settings
+        settings.append([_numbers_of(group) for group in optimizer.param_groups])
         self._of[optimizer] = _LastStep(
-            [_numbers_of(group) for group in optimizer.param_groups],
+            settings,
             _C.versions_of(stepped),
             list(map(id, stepped)),
             [each.shape for each in stepped],
@@ -43,12 +47,11 @@ class LastSteps:
 
     def settings(
         self, optimizer: torch.optim.Optimizer, place: int
-    ) -> Mapping[str, Any]:
-        """The numbers among a group's settings in the last step, where it is known."""
+    ) -> list[Mapping[str, Any]]:
+        """The numbers among a group's settings in the last steps, the oldest first."""
         last = self._of.get(optimizer)
-        if last is None or place >= len(last.settings):
-            return {}
-        return last.settings[place]
+        steps = [] if last is None else last.settings
+        return [each[place] for each in steps if place < len(each)]
 
     def writes_since(
         self, optimizer: torch.optim.Optimizer, weight: torch.Tensor

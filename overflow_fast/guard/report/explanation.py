@@ -36,6 +36,7 @@ class Explanation(Findings):
         reason: Why it is so in a clause, where the fields do not tell.
         news: What is new in the step beside those before it; "" for nothing that is
             known.
+        advice: What to try where no remedy was tried; "" for what the cause says.
         forward: Which forward of the step it arose in, counted from 1, and of how many;
             None where there is one.
     """

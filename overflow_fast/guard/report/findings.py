@@ -89,6 +89,7 @@ class Findings:
     lost_by: Op | None = None
     reason: str = ""
     news: str = ""
+    advice: str = ""
     forward: tuple[int, int] | None = None
 
     @property

@@ -69,7 +69,7 @@ def parted(text: str) -> tuple[str, str]:
     Of a clause that is too long the line has the beginning, and all is left to say.
     """
     clause, *rest = re.split("[;.] ", text.removesuffix("."), maxsplit=1)
-    if len(clause) > _LONGEST_REASON:
+    if len(clause) > _LONGEST_REASON and ": " in clause:
         return clause.partition(": ")[0], text
     end = text[len(clause) + len("; ") :] if rest else ""
     return clause, capitalized(end) if end and text[0].isupper() else end
@@ -86,7 +86,8 @@ def told_apart(one: float, other: float) -> tuple[str, str]:
 
 def spoken_name(name: str) -> str:
     """The name of an operation as people know it: "softmax" of "aten._softmax"."""
-    return base_of(name).strip("_")
+    base = base_of(name).strip("_")
+    return "to" if base == "to_copy" else base
 
 
 def expression_of(op: Op) -> str:
@@ -111,6 +112,7 @@ def _numbers_text(op: Op) -> str:
         return call_text(op)
     ran = spoken_name(op.derivative or op.name)
     texts = [told_number(each) for each in op.operands]
+    texts = ["1", *texts] if ran == "reciprocal" else texts
     sign = op_of(ran).sign
     if sign and len(texts) == 2:
         left, right = (f"({each})" if each[0] == "-" else each for each in texts)

@@ -179,7 +179,8 @@ class ReportText:
         how = report.step, self._is_cured, report.is_beyond_repair, is_noted
         advice = advice_for(self.verdict, *how)
         if not (advice or self._is_cured or self.explanation is None):
-            advice = Cause.of(self.explanation.cause).advice
+            found = self.explanation
+            advice = found.advice or Cause.of(found.cause).advice
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
