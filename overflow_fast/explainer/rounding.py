@@ -5,10 +5,11 @@ are run in float64, from one of them on: if the result is finite from one on and
 from the next on, the first of the two is where the value was lost.
 
 First the nearest of them alone, while they are small, which takes less. Where the
-result stays undefined, ever more, up to all that are held, in two cases: it depends on
-no others, so that it can be said of a wider dtype; or it is finite with other numbers
-in place of those that the nearest ones read, which were made before. Else these do not
-matter. TimeoutError is raised once the budget has no time left.
+result stays undefined, they are run with other numbers in place of those that they
+read, which were made before. If it is finite then, ever more are run, up to all that
+are held. Else what was before does not matter, and all are run at once, if the result
+depends on no others: so that it can be said of a wider dtype.
+TimeoutError is raised once the budget has no time left.
 """
 
 from __future__ import annotations
@@ -150,9 +151,12 @@ def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[Op
         yield (near := ops[-num:])
         undefined = _Undefined([each for each in near if each.is_held], budget)
         others = (undefined.is_finite(0, (), times) for times in _OTHER_NUMBERS)
-        if not (_read_of(ops) <= {*ops} or any(others)):
+        matters = any(others)
+        if not (matters or _read_of(ops) <= {*ops}):
             return
         num *= _TIMES_MORE
+        if not matters or num * _TIMES_MORE >= len(ops):  # all take little more
+            break
     yield ops
 
 

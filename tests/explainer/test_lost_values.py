@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from overflow_fast import explain
+from overflow_fast.explainer import rounding
 from overflow_fast.explainer.float64 import Float64Run
 from overflow_fast.explainer.memory import TapedTensor
 from overflow_fast.guard.report.notes import (
@@ -534,6 +535,37 @@ def test_operations_before_the_nearest_are_not_run_in_vain(monkeypatch, few_held
     found = explained(1.0, lambda x: torch.log(passed_on(x, 120) * 0.0).sum())
     assert (found.cause, found.lost_by) == ("undefined", None)
     assert len(ran) == 12
+
+
+def tanh_before(x, times):
+    """A tanh that is rounded to 1, which so many operations pass on."""
+    return torch.log(1 - passed_on(torch.tanh(x), times) ** 2).sum()
+
+
+# A function, a length of a loop in it, and how many operations are run before all are.
+STAGES = {
+    "where they matter": (tanh_before, 100, [12]),
+    "in a loop": (tanh_before, 900, [12, 96]),
+    "where they do not": (
+        lambda x, n: torch.log(passed_on(x, n) * 0.0).sum(),
+        900,
+        [12],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STAGES)
+def test_ever_more_are_run_where_these_matter_and_are_few_of_all(case, monkeypatch):
+    def counted(ops, *args):
+        runs.append(len(ops))
+        return lost_value(ops, *args)
+
+    runs, lost_value = [], rounding.lost_value
+    monkeypatch.setattr(rounding, "lost_value", counted)
+    function, times, before = STAGES[case]
+    explained(15, lambda x: function(x, times))
+    *some, last = runs
+    assert some == before and last > times
 
 
 @pytest.mark.parametrize(
