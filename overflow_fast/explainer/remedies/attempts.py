@@ -120,7 +120,6 @@ def find_remedies(
     if not trials.found_remedy:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
-        _leave_out_needless(trials)
     _measure_elsewhere(failure, trials)
     found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
     if failure.is_compiled and any(each.tried for each in found.remedies):
@@ -205,7 +204,7 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
             for each in trials.tried
             if each.remedy.keeps_running
             and each.remedy.moves_results != 0
-            and all(type(e).calls is Patch.calls for e in each.applied.patches)
+            and all(type(patch).calls is Patch.calls for patch in each.patches)
         ),
         key=lambda each: _rank(each.remedy),
     )
@@ -258,7 +257,7 @@ def _measure(
             is_shown = each.remedy.is_recommended or not trials.found_remedy
             trials.notes += [NOT_MEASURED] * is_shown
             break
-        result = trials.run([elsewhere, *each.applied.patches])
+        result = trials.run([elsewhere, *each.patches])
         if result.error is None and not result.is_clean and left_out is None:
             text = "the last clean batch is not finite with it"
             each.remedy = replace(each.remedy, breaks=text)
@@ -313,18 +312,6 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
         _try_all(after, trials)
         if not trials.found_remedy:
             _go_on(after, trials, most - 1)
-
-
-def _leave_out_needless(trials: Trials) -> None:
-    """Tries a remedy of several changes without each of the earlier ones."""
-    for tried in [each for each in trials.tried if each.remedy.is_recommended]:
-        *earlier, last = tried.applied.trials
-        for trial in earlier:
-            others = tuple(each for each in earlier if each is not trial)
-            trials.go_on(AppliedPatches(others))
-            if trials.allow(1) and trials.may_run() and trials.attempt(last):
-                trials.tried.remove(tried)
-                break
 
 
 # What is tried, in order.

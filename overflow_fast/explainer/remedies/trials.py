@@ -74,6 +74,19 @@ class Trial:
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
 
 
+@dataclass(eq=False)
+class Tried:
+    """A change that was tried.
+
+    Attributes:
+        patches: The patches that were in place.
+        remedy: What came of it.
+    """
+
+    patches: Sequence[Patch]
+    remedy: Remedy
+
+
 @dataclass(frozen=True)
 class AppliedPatches:
     """The patches that are in place while further ones are tried.
@@ -126,19 +139,6 @@ class AppliedPatches:
             return Remedy(
                 text, parts=tuple(replace(e.remedy, code="") for e in self.trials)
             )
-
-
-@dataclass(eq=False)
-class Tried:
-    """A change that was tried.
-
-    Attributes:
-        applied: The patches that were in place.
-        remedy: What came of it.
-    """
-
-    applied: AppliedPatches
-    remedy: Remedy
 
 
 def _in_one(texts: Iterable[str]) -> str:
@@ -285,7 +285,7 @@ class Trials:
         """Notes a trial that the budget has no replay for."""
         applied = self.applied.with_trial(trial)
         remedy = replace(applied.remedy, tried=False, why=SPENT)
-        self.tried.append(Tried(applied, remedy))
+        self.tried.append(Tried(applied.patches, remedy))
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
@@ -362,7 +362,7 @@ class Trials:
         if is_finite and nearness is not None and not is_known:
             near = nearness.judged(outputs, patches, self._others)
             remedy = replace(remedy, **near)
-        self.tried.append(Tried(applied, remedy))
+        self.tried.append(Tried(patches, remedy))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended and not remedy.leaves
 
