@@ -195,11 +195,13 @@ def _ends_of(
     fitting = _keys_of(calls, fits) & _behind(failing, calls)
     wide: set[Value] = set()
     ends: dict[Key, TorchCall] = {}
+    has_run = False
     for call in calls:
+        has_run |= call.key in failing
         is_wide = call.key in change.roots or not wide.isdisjoint(call.inputs)
         if not is_wide or call.key in change.stops:
             continue
-        if call.key in fitting and not call.is_in_place:
+        if has_run and call.key in fitting and not call.is_in_place:
             ends.setdefault(call.key, call)
         else:
             wide.update(call.results)
