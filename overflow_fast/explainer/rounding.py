@@ -6,9 +6,9 @@ from the next on, the first of the two is where the value was lost.
 
 First the nearest of them alone, while they are small, which takes less. Where the
 result stays undefined, they are run with other numbers in place of those that they
-read, which were made before. If it is finite then, ever more are run, up to all that
-are held. Else what was before does not matter, and all are run at once, if the result
-depends on no others: so that it can be said of a wider dtype.
+read, which were made before. If it is another then (nan for inf, too), ever more are
+run, up to all that are held. Else what was before does not matter, and all are run at
+once, if the result depends on no others: so that it can be said of a wider dtype.
 TimeoutError is raised once the budget has no time left.
 """
 
@@ -133,6 +133,13 @@ class _Undefined:
         """True if it is finite in a run; see `run()`."""
         return math.isfinite(self.of(self.run(*how)))
 
+    def is_moved(self, times: Sequence[float]) -> bool:
+        """True if it is another with other numbers; see `Float64Run`."""
+        assert self._bad is not None and self.index is not None
+        run, own = self.run(0, (), times), float(self._bad.value[self.index])
+        is_known = self.ops[-1] not in run.failed
+        return is_known and str(self.of(run)) != str(own)  # nan is nan
+
 
 def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[OpCall]]:
     """Yields the last of some operations to run: those of few elements, then more.
@@ -150,8 +157,7 @@ def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[Op
     while num < len(ops):
         yield (near := ops[-num:])
         undefined = _Undefined([each for each in near if each.is_held], budget)
-        others = (undefined.is_finite(0, (), times) for times in _OTHER_NUMBERS)
-        matters = any(others)
+        matters = any(map(undefined.is_moved, _OTHER_NUMBERS))
         if not (matters or _read_of(ops) <= {*ops}):
             return
         num *= _TIMES_MORE

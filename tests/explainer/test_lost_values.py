@@ -507,6 +507,23 @@ def test_what_there_was_no_time_for_is_said(monkeypatch):
     assert not left_out.tried and f"not tried {left_out.text}: {SPENT}" in str(found)
 
 
+def test_a_rounded_difference_of_large_tensors_is_a_loss(monkeypatch, few_held):
+    """Also where each of the other numbers makes its logarithm nan, not -inf."""
+    monkeypatch.setattr(
+        "overflow_fast.explainer.rounding._OTHER_NUMBERS", ((-2.0, -1.0),)
+    )
+
+    def difference(x):
+        x = passed_on(x, 120)
+        y = F.pad(1e8 * x[0, :1], (0, 2**18), value=1e-6).cumsum(0)
+        return torch.log(y[-1] - y[1])
+
+    found = explained(1.0, difference)
+    assert (found.cause, found.lost_by and found.lost_by.name) == (
+        *("rounding", "aten.cumsum"),
+    )
+
+
 # Functions that are undefined however their inputs are rounded.
 STEADY = {
     "a relu": lambda x: torch.log(torch.relu(x - 5)).sum(),

@@ -84,6 +84,34 @@ def test_what_float64_has_is_computed_in_it_from_where_it_was_lost():
     assert found.remedies[0].is_right and "in float64" in found.remedies[0].text
 
 
+SLICES = """
+import torch
+
+def log_sub_exp(a, b):
+    m = torch.maximum(a, b)
+    return torch.log(torch.exp(a - m) - torch.exp(b - m)) + m
+
+def logsumexp_of_slices(x):
+    y = torch.logcumsumexp(x, 0)
+    return log_sub_exp(y[1:], y[:-1])
+
+def loss_of(x, w):
+    x = x * w[:1]
+    return (logsumexp_of_slices(x) - logsumexp_of_slices(x / 2)).mean()
+"""
+
+
+def test_a_function_that_runs_twice_is_in_float64_from_where_a_value_was_lost(tmp_path):
+    """No further call is, and none of it is cast back before the one that failed."""
+    module, _ = module_of(tmp_path, SLICES)
+    x = torch.tensor([3.0, -20.0, 2.0])
+    found = explained(module.loss_of, x)
+    truth = module.loss_of(x.double(), Holder().w.double()).item()
+    (right,) = [e for e in found.remedies if e.is_recommended and e.in_float64]
+    assert "`torch.logcumsumexp" in right.text
+    assert right.loss == pytest.approx(truth)
+
+
 def of_a_sure_class():
     """The logarithm of a softmax that gives the other classes 0, in float64 too."""
     model = nn.Linear(3, 3)

@@ -1,7 +1,7 @@
 """Calls in a wider dtype, from the one that failed to where a result fits again.
 
-1. A change (`InWider`) names the first calls: the one that failed, or those that made
-   what it was given, a few calls back.
+1. A change (`InWider`) names the first calls: the one that lost a value, if known; else
+   the one that failed, or those that made what it was given, a few calls back.
 2. A run with all that follows in the wider dtype shows how large each result is.
 3. The first results behind the failure that fit again are cast back. That is the trial,
    with the edits of `wider_text.py`; where these have no text it is tried last, in
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -47,21 +47,35 @@ def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> At
         in_words: Whether to try what can be told in words alone, or what can be
             written.
     """
-    roots, narrow = failure.failing_calls, failure.half or torch.float32
+    narrow = failure.half or torch.float32
     if narrow is torch.float32 and not _may_be_float64(failure, trials):
         return
-    failing = {call.key for call in roots}
-    for depth in range(1 if in_words else _MOST_BACK + 1):
-        is_last = in_words or depth > 0 or narrow is torch.float32
-        if not roots or (trials.found_right and is_last):
+    failing = {call.key for call in failure.failing_calls}
+    for place, roots in enumerate(_roots(failure, in_words)):
+        is_last = in_words or place > 0 or narrow is torch.float32
+        if trials.found_right and is_last:
             return
-        if depth in _DEPTHS:
-            keys = {call.key for call in roots}
-            for each in trials.applied.trials:  # which this one stands for as well
-                keys |= {key for change in in_wider(each.patch) for key in change.roots}
-            trial = _wider_trial(keys, failing, narrow, failure, trials, in_words)
-            if trial is not None and (yield trial):
-                return
+        keys = {call.key for call in roots}
+        for each in trials.applied.trials:  # which this one stands for as well
+            keys |= {key for change in in_wider(each.patch) for key in change.roots}
+        trial = _wider_trial(keys, failing, narrow, failure, trials, in_words)
+        if trial is not None and (yield trial):
+            return
+
+
+def _roots(failure: Failure, in_words: bool) -> Iterator[Sequence[TorchCall]]:
+    """The calls that may be the first ones, where it is known that which lost a value.
+
+    What is computed from a later one on has lost it: else calls a few back are told by
+    their number.
+    """
+    roots = failure.failing_calls
+    lost = None if failure.lost is None or in_words else failure.lost.torch_call
+    if lost is not None:
+        yield [lost]
+    for depth in range(1 if in_words else _MOST_BACK + 1):
+        if roots and depth in (_DEPTHS if lost is None else _DEPTHS[-1:]):
+            yield roots
         made = [value.call for call in roots for value in call.inputs]
         roots = list(dict.fromkeys(filter(None, made))) or (roots if depth else [])
 
@@ -167,8 +181,8 @@ def _ends_of(
 ) -> list[TorchCall]:
     """The calls whose results fit again, where a run has cast none back.
 
-    None before the one that failed: what it is given would be rounded again. Nor one of
-    which a divisor is made that does not fit.
+    None of which the one that failed is made: what it is given would be rounded again.
+    Nor one of which a divisor is made that does not fit.
     """
     smallest, largest = _SIZES[change.narrow]
 
@@ -178,7 +192,7 @@ def _ends_of(
         is_fitting &= call.key not in divisors
         return is_fitting and not has(call.name, "moves")
 
-    fitting = _keys_of(calls, fits)
+    fitting = _keys_of(calls, fits) & _behind(failing, calls)
     wide: set[Value] = set()
     ends: dict[Key, TorchCall] = {}
     has_run = False
@@ -192,3 +206,19 @@ def _ends_of(
         else:
             wide.update(call.results)
     return list(ends.values())
+
+
+def _behind(failing: set[Key], calls: Sequence[TorchCall]) -> set[Key]:
+    """The keys of the calls that are behind one that failed, or lead to none.
+
+    That goes by values: in another run of a function a call before it comes later.
+    """
+    leading, made = set[Value](), set[Value]()
+    for call in reversed(calls):
+        if call.key in failing or not leading.isdisjoint(call.results):
+            leading.update(call.inputs)
+    for call in calls:
+        if call.key in failing or not made.isdisjoint(call.inputs):
+            made.update(call.results)
+    leading -= made
+    return _keys_of(calls, lambda call: leading.isdisjoint(call.results))
