@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.options import Explain
 from overflow_fast.guard import pipeline
 from overflow_fast.guard.kept_calls import evaluated_calls
 from overflow_fast.guard.requests.held_call import CallHolder, HeldCall
+from overflow_fast.options import Explain
 
 pytestmark = pytest.mark.explains
 
