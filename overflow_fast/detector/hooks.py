@@ -178,7 +178,7 @@ class Attachment:
         if any(ref() is module for each in self._apart for _, ref in each.inner):
             return
         hook = functools.partial(_C.run_paused, StepBoundaryHook(owner, name))
-        self.handles.append(module.register_forward_pre_hook(hook))
+        self.handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
         move_hook_to_front(forward_pre_hooks(module), self.handles[-1].id)
 
     def remove(self) -> None:

@@ -96,7 +96,9 @@ class StepExplainer:
         step = self._bad_step(verdict, moment)
         if self._keeper is None:
             found = investigate(step)
-            return found if found.phase else Explanation(notes=[notes.UNSAFE])
+            what = "forward" if moment == "evaluation" else "step"
+            unsafe = notes.UNSAFE.format(what)
+            return found if found.phase else Explanation(notes=[unsafe])
         return investigate(step, ranks, self._artifact_bytes)
 
     def search(self, moment: str) -> tuple[Verdict, Explanation] | None:

@@ -24,6 +24,7 @@ from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together
 from .report.explanation import Explanation
 from .requests.again import KeptCalls
+from .requests.held_call import HeldCall
 from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
@@ -36,7 +37,6 @@ _LATE = (
     "The step was not replayed: its verdict came when the weights had been stepped "
     "(sync='lagged')."
 )
-_NO_STEP = "The forward was not replayed: it ran without autograd."
 _ALONE = (
     "The step was not replayed: an exception has ended it on this rank, and its "
     "collectives would wait for the others."
@@ -135,17 +135,21 @@ class Explaining:
         """
         if not self._is_due(unit.number, verdict, ends):
             return None
-        known = None if unit.call else _without_explainer(unit.kind.moment)
+        known = _without_explainer(unit.kind.moment)
+        if isinstance(unit.call, str) and self._keeper is not None:
+            known = _noting(unit.call)
         if known is not None:
             return known
         try:
             with self._timer.left_out():
                 if unit.explains is not None:
                     return unit.explains(verdict)
-                explainer = self._of_call(unit) if unit.call else self._loaded()
+                is_held = isinstance(unit.call, HeldCall)
+                explainer = self._of_call(unit) if is_held else self._loaded()
                 return explainer.explain(verdict, unit.kind.moment)
         except Exception as error:  # the alarm matters more than its explanation
-            return _noting(f"The step was not explained: {error_line(error)}.")
+            what = "step" if unit.call is None else "forward"
+            return _noting(f"The {what} was not explained: {error_line(error)}.")
 
     def search(self, unit: Unit) -> tuple[Verdict, Explanation] | None:
         """Runs a step again that has raised, where no module showed a bad value.
@@ -250,13 +254,12 @@ class Explaining:
 
     def _of_call(self, unit: Unit) -> Explainer:
         """The explainer of a forward without autograd, which no step keeps."""
-        assert unit.call is not None
+        assert isinstance(unit.call, HeldCall)
         call, start = unit.call.again([])
         config, _, _, make_watches, *_ = self._arguments
-        explainer: Explainer = outer("explainer")(
-            *(config, [unit.frames[0].watch], KeptCalls([call], start, {})),
-            *(make_watches, list, LastSteps(), False),
-        )
+        first = unit.frames[0]
+        kept = KeptCalls([call], start, {id(first.watch): first.frame.batch})
+        explainer: Explainer = kept.explainer(config, [first.watch], make_watches)
         return explainer
 
     def _loaded(self) -> Explainer:
@@ -281,8 +284,8 @@ class Explaining:
 
 def _without_explainer(moment: str) -> Explanation | None:
     """The explanation of what is never run again; None for other steps."""
-    if moment in ("after", "evaluation"):
-        return _noting(_LATE if moment == "after" else _NO_STEP)
+    if moment == "after":
+        return _noting(_LATE)
     if moment == "raised" and world_size() > 1:
         return _noting(_ALONE)
     return None

@@ -179,6 +179,7 @@ class GuardParts:
                 *(self.config, self.watches, bool(self.hooks), self.keeper),
                 *(self.pipeline, self.isolation, self._full_watches),
             )
+            self.pipeline.evaluated.is_off = True  # a request holds them
             if self.is_enabled:
                 self.requests.forwards.attach()
         return self.requests

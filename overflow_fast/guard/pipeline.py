@@ -37,7 +37,7 @@ from .explaining import Explaining
 from .isolation import ErrorIsolation, measured
 from .judge import Judge
 from .kept_calls.call_keeper import CallKeeper
-from .kept_calls.evaluated_call import EvaluatedCall
+from .kept_calls.evaluated_calls import EvaluatedCalls
 from .lagged import LaggedSteps
 from .ledger import Ledger
 from .measurements import Measurements
@@ -54,7 +54,6 @@ from .optimizers.loss_scaling import (
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
-from .process import world_size
 from .raised_steps import RaisedSteps
 from .ranks.agreement import Agreement
 from .report.coverage import GuardCoverage
@@ -151,10 +150,11 @@ class Pipeline:
         self._is_doubted = False  # a rank doubts the step that all have judged last
         self._raised = RaisedSteps(self.collector, self.judge, self._explaining, keeper)
         self.evaluation: Evaluation | None = None
-        self.evaluated = EvaluatedCall()
+        self.evaluated = EvaluatedCalls()
         if keeper is not None and hooks:
             for watch in watches:
                 watch.inputs.captures.append(self.evaluated)
+                watch.on_part = self.evaluated.begin
         self._last_seen: Report | None = None  # when the last round ended
         self._called: set[OptimizerHook] = set()
 
@@ -288,9 +288,12 @@ class Pipeline:
     @measured
     def judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         """Judges forwards without autograd whose stats have arrived, as on CPUs."""
+        with self.evaluated.ending(watch, batch):
+            self._judge_evaluated(watch, batch)
+
+    def _judge_evaluated(self, watch: ModelWatch, batch: int) -> None:
         unit = self.collector.begun(EVALUATION)
         subject = f"Step {unit.number}, in a forward without autograd"
-        call = self.evaluated.take()
         frames = take_evaluated([watch], batch)
         unit.frames = self.collector.masks.left_out(frames, subject)
         if not unit.frames:
@@ -301,9 +304,7 @@ class Pipeline:
         if self.evaluation is not None:
             unit.policy = "warn"
             unit.notes.append(self.evaluation.text(watch.evaluated, model))
-        is_own = call is not None and call.module is model
-        if is_own and world_size() == 1:  # else other ranks would be waited for
-            unit.call = call
+        unit.call = self.evaluated.of(unit.frames[0])
         self.judge.judge(unit)
 
     def judge_raised(

@@ -126,7 +126,8 @@ class Unit:
         has_room: There are memory and a device to run it again.
         again: The way to run it again; None for the guard's.
         explains: Explains it without running it again; None where it is run again.
-        call: Of a forward without autograd: the call to run again, where it is held.
+        call: Of a forward without autograd in a training: the call to run again, or why
+            there is none; None for others.
         made: Makes the report that is given of the plain one.
         noted: Takes in the report once it is explained.
         line: Its line in the log, where it has one of its own.
@@ -155,7 +156,7 @@ class Unit:
     has_room: bool = True
     again: RunsAgain | None = None
     explains: Callable[[Verdict], Explanation] | None = None
-    call: HeldCall | None = None
+    call: HeldCall | str | None = None
     made: Callable[[Report], Report] = _same
     noted: Callable[[Report], None] = _nothing
     line: Callable[[Report], str] = str

@@ -22,7 +22,7 @@ from ..base.modules import is_scripted, modules_in
 from ..guard.guards_of_process import num_guards_of
 from ..guard.kinds import TRIPWIRE
 from ..guard.program_guard import ProgramGuard
-from ..guard.requests.entries import entries_of
+from ..guard.watching.entries import entries_of
 from ..torch_internals.call_arguments import keywords_of_call
 from ..torch_internals.module_internals import forward_pre_hooks
 from ..torch_internals.running import is_jit_tracing

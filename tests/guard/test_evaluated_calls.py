@@ -8,6 +8,10 @@ import torch
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard import pipeline
+from overflow_fast.guard.kept_calls import evaluated_calls
+from overflow_fast.guard.requests.held_call import CallHolder, HeldCall
+from overflow_fast.options import Explain
 
 pytestmark = pytest.mark.explains
 
@@ -78,10 +82,158 @@ def test_a_batch_is_let_go_of_once_it_is_judged():
         assert gone() is None
 
 
-def test_a_part_that_is_called_alone_is_not_run_again():
-    model, _, guard = made()
-    with torch.no_grad():
-        model(torch.ones(4, 3))
-        with guard, pytest.raises(NonFiniteError) as error:
-            model.layer(torch.full((4, 3), float("nan")))
-    assert "not replayed: it ran without autograd" in str(error.value)
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, shift=0.0):
+        return (self.layer(x).square() + shift).sqrt()
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x):
+        return self.part(x)
+
+
+def trained(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return OverflowGuard(model, optimizer, **options)
+
+
+def stopped(guard, function):
+    with guard, pytest.raises(NonFiniteError) as error, torch.no_grad():
+        function()
+    return error.value.report
+
+
+def test_a_part_is_run_again_from_its_second_call_on():
+    torch.manual_seed(0)
+    model = Whole()
+    guard, x = trained(model), torch.ones(4, 3)
+
+    def rollout():
+        model(x)
+        model.part(x)
+        model.part.layer(x)
+        model.part(x, shift=-9.0)
+
+    found = stopped(guard, rollout).explanation
+    assert found.op.name == "aten.sqrt" and "shift" in found.op.code
+    assert any(each.is_finite for each in found.remedies)
+
+
+def test_a_part_of_a_container_is_run_again_from_its_first_call_on():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": Part(), "other": Part()})
+    guard, x = trained(model), torch.ones(4, 3)
+    found = stopped(guard, lambda: model["other"](x, shift=-9.0)).explanation
+    assert found.op.name == "aten.sqrt"
+
+
+@pytest.mark.parametrize("is_request", [False, True])
+def test_the_first_call_of_a_part_is_one_of_a_request(is_request):
+    torch.manual_seed(0)
+    model = Whole()
+    guard, x = trained(model), torch.ones(4, 3)
+
+    def rollout():
+        if not is_request:
+            model.part(x, shift=-9.0)
+        with guard.request():
+            model.part(x, shift=-9.0)
+
+    found = stopped(guard, rollout).explanation
+    assert (found.op is not None) == is_request
+    (note,) = found.notes or [""]
+    assert note.endswith("Within `guard.request()` it is.") == (not is_request)
+
+
+def test_of_a_part_of_a_part_it_is_not_said_that_a_request_helps():
+    model = Whole()
+    guard, x = trained(model), torch.full((4, 3), float("nan"))
+    (note,) = stopped(guard, lambda: model.part.layer(x)).explanation.notes
+    assert "it began at a part" in note and "request" not in note
+
+
+def test_a_part_that_an_exception_has_left_is_not_taken_for_another_one():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"one": Whole(), "other": Whole()})
+    guard, x = trained(model), torch.ones(4, 3)
+
+    def rollout():
+        model["one"].part(x)
+        with pytest.raises(RuntimeError):
+            model["one"].part(torch.ones(4, 5))
+        model["other"].part(x, shift=-9.0)
+
+    (note,) = stopped(guard, rollout).explanation.notes
+    assert "it began at a part" in note
+
+
+def test_stats_that_come_late_are_of_the_forward_that_is_run_again(monkeypatch):
+    take, waiting = pipeline.take_evaluated, [[]]
+
+    def take_late(*given):  # as on a device
+        waiting.append(take(*given))
+        return waiting.pop(0)
+
+    monkeypatch.setattr(pipeline, "take_evaluated", take_late)
+    monkeypatch.setattr(CallHolder, "hold", as_on_device(CallHolder.hold))
+    torch.manual_seed(0)
+    model = Part()
+    guard, x = trained(model), torch.ones(4, 3)
+
+    def rollout():
+        for shift in (0.0, -9.0, 0.0):
+            model(x, shift=shift)
+
+    found = stopped(guard, rollout).explanation
+    assert found.op is not None and found.op.name == "aten.sqrt"
+
+
+def as_on_device(hold):
+    def held(*given):
+        call = hold(*given)
+        call.is_on_device = True
+        return call
+
+    return held
+
+
+def test_a_training_that_serves_requests_holds_a_forward_once(monkeypatch):
+    held, hold = [], CallHolder.hold
+    monkeypatch.setattr(CallHolder, "hold", lambda *a: held.append(a) or hold(*a))
+    model = Part()
+    guard, x = trained(model), torch.ones(4, 3)
+    with guard, torch.no_grad():
+        model(x)
+        with guard.request():
+            model(x)
+        model(x)
+    assert len(held) == 3
+
+
+def test_the_reason_why_it_is_not_run_again_is_named(monkeypatch):
+    x = torch.full((4, 3), float("nan"))
+    model = Part()
+    guard = trained(model, explain=Explain(replay_safe=False))
+    (note,) = stopped(guard, lambda: model(x)).explanation.notes
+    assert note.startswith("The forward was not replayed: `Explain(replay_safe=False)`")
+    guard = trained(model)
+    monkeypatch.setattr(evaluated_calls, "world_size", lambda: 2)
+    (note,) = stopped(guard, lambda: model(x)).explanation.notes
+    assert "there are several ranks" in note
+
+
+def test_an_explanation_that_fails_is_one_of_the_forward(monkeypatch):
+    model = Part()
+    guard = trained(model)
+    monkeypatch.setattr(HeldCall, "again", None)
+    x = torch.full((4, 3), float("nan"))
+    (note,) = stopped(guard, lambda: model(x)).explanation.notes
+    assert note.startswith("The forward was not explained: TypeError")

@@ -41,7 +41,7 @@ def advice_for(
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if origin.source in ("weight", "buffer"):
         return _advise_on_tensor(first, origin, step)
-    if first.kind in ("input", "output") and _may_be_mask(first):
+    if first.kind == "output" and _may_be_mask(first):
         return f"if this is intended, as in a mask, allow={ {first.path.rule: '-inf'} }"
     if is_cured:
         return ""

@@ -26,7 +26,7 @@ NO_CALLS = (
     "The step was not replayed: no forward of this step was captured{}. Call the model "
     "and the loss within `guard.run(lambda: loss)`."
 )
-UNSAFE = "The step was not replayed: `Explain(replay_safe=False)` was given."
+UNSAFE = "The {} was not replayed: `Explain(replay_safe=False)` was given."
 COMPUTED_OUTSIDE = (
     "`{}` was computed outside of the function of `guard.run()`, by code that was not "
     "replayed with it: call the model within that function"

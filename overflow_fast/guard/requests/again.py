@@ -141,17 +141,14 @@ class Replays:
         begin = perf_counter()
         with self._unlocked(), self.share.spending(), self.gate.alone() as is_alone:
             if is_alone:
-                yield outer("explainer")(
-                    *(self.config, watches, kept, self._new_watches),
-                    *(list, LastSteps(), False),
-                )
+                yield kept.explainer(self.config, watches, self._new_watches)
             else:
                 yield None
         self._on_spent(perf_counter() - begin)
 
 
 class KeptCalls:
-    """The calls of a request, in the form of a `CallKeeper`."""
+    """Calls of forwards without autograd, in the form of a `CallKeeper`."""
 
     num_dropped, clean = 0, None
     hidden_by = ""
@@ -166,6 +163,16 @@ class KeptCalls:
         first_batches: Mapping[int, int],
     ) -> None:
         self.calls, self.start, self.first_batches = calls, start, first_batches
+
+    def explainer(
+        self,
+        config: GuardConfig,
+        watches: list[ModelWatch],
+        new_watches: Callable[[], list[ModelWatch]],
+    ) -> Any:
+        """Makes the explainer of the calls; see `Replays` and `Replays.explainer()`."""
+        own = config, watches, self, new_watches
+        return outer("explainer")(*own, list, LastSteps(), False)
 
 
 class RequestAgain:

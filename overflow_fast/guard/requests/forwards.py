@@ -17,14 +17,13 @@ the beginning of a call, and from the first one on that is outermost those of it
 5. `Requests` takes what was held, and lets it pass out.
 
 State: for each thread the forward that it runs, and what the guard has taken of its
-time (`_Now`); for each model the small state that its forwards change.
+time (`_Now`); for each model the small state that its forwards change (`CallHolder`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
@@ -47,11 +46,10 @@ from ...torch_internals.module_internals import (
 from ...torch_internals.running import is_recorded, running_modules
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
 from ..isolation import ErrorIsolation
+from ..watching.entries import entries_of
 from ..watching.watch import ModelWatch
-from .entries import entries_of
-from .forward_start import SmallState
 from .gate import Gate
-from .held_call import HeldCall
+from .held_call import CallHolder, HeldCall
 from .request import Request
 
 _LAST_KEY = RemovableHandle(OrderedDict()).id  # which no hook of torch has
@@ -63,7 +61,6 @@ class _Now(threading.local):
     Attributes:
         call: The outermost forward that it runs.
         watch: That of its model.
-        state: Keeps the small state of the module that it has called.
         is_in: It has passed the gate.
         module: The module that it has called, outermost.
         depth: How many calls of that module run within the outermost one.
@@ -80,7 +77,6 @@ class _Now(threading.local):
     depth = 0
     call: HeldCall | None = None
     watch: ModelWatch | None = None
-    state: SmallState | None = None
     seconds = begin = since = taken = 0.0
     is_in = is_alone = False
     module: nn.Module | None = None
@@ -124,8 +120,7 @@ class Forwards:
         self._before_first: Callable[[], None] | None = before_first
         self._on_finite, self._on_ended = on_finite, on_ended
         self._now = _Now()
-        self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
-        self._states = weakref.WeakKeyDictionary()
+        self._holder = CallHolder()
         self._handles: list[RemovableHandle] = []
         self._on_since = perf_counter()
         for watch in watches:
@@ -296,22 +291,17 @@ class Forwards:
     ) -> None:
         now = self._now
         begin = now.begin or perf_counter()
-        now.watch, now.state = watch, self._states.get(module)
-        if now.state is None:
-            now.state = self._states[module] = SmallState()
-        start = now.state.before(module)
-        now.call = HeldCall(module, args, kwargs, start, now.state.devices)
+        now.watch, now.call = watch, self._holder.hold(module, args, kwargs)
         now.seconds += perf_counter() - begin
         now.begin = 0.0
 
     def end(self, output: Any, loss: torch.Tensor | None = None) -> None:
         """Notes what it has returned, before its frames are judged."""
         now = self._now
-        if now.call is None or now.state is None:
+        if now.call is None:
             return
         now.begin = perf_counter()
-        now.call.output = output
-        now.state.after(now.call.state)
+        now.call.end(output)
         is_of_watch = self._is_tripwire and not now.is_alone
         if is_of_watch and now.watch is not None:
             now.watch.record(_C.FrameKind.RECORDED, _named_outputs(output))

@@ -8,6 +8,7 @@ and a copy of the arguments as they were is made where a forward is run again.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from ...scanner.ops import are_nonfinite
 from ..kept_calls.ambient import Ambient
 from ..kept_calls.kept_call import KeptCall
 from ..watching.inputs import is_plain
-from .forward_start import ForwardStart
+from .forward_start import ForwardStart, SmallState
 
 _SMALL = 64  # elements: of a counter, such as a cache's length
 _OF_IDS = (torch.int64, torch.int32)
@@ -36,11 +37,11 @@ class HeldCall:
         module: The module that is called.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        state: What else the forward begins with.
-        devices: Those of the model, besides the CPU.
+        small: Keeps the small state that it begins with.
 
     Attributes:
-        module, args, kwargs, state: The same, by reference.
+        module, args, kwargs: The same, by reference.
+        state: What else the forward begins with.
         has_autograd: Autograd is on.
         output: What it has returned.
         is_on_device: The model is on another device than the CPU.
@@ -49,16 +50,12 @@ class HeldCall:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        args: Any,
-        kwargs: Any,
-        state: ForwardStart,
-        devices: Sequence[torch.device],
+        self, module: nn.Module, args: Any, kwargs: Any, small: SmallState
     ) -> None:
         self.module, self.args, self.kwargs = module, tuple(args), dict(kwargs)
-        self.state, self.is_on_device = state, bool(devices)
-        self.ambient = Ambient(module, devices, state.random)
+        self._small, self.state = small, small.before(module)
+        self.is_on_device = bool(small.devices)
+        self.ambient = Ambient(module, small.devices, self.state.random)
         self.has_autograd = torch.is_grad_enabled()
         self.output: Any = None
         values = (*self.args, *self.kwargs.values())
@@ -68,6 +65,11 @@ class HeldCall:
         self.counters: _Pairs = [(each, each.clone()) for each in found.counters]
         rows, columns = self._size_of_ids()
         self.num_tokens, self.has_one_token = rows * columns, columns == 1
+
+    def end(self, output: Any = None) -> None:
+        """Notes what it has returned, and what it has changed in its module."""
+        self.output = output
+        self._small.after(self.state)
 
     @property
     def sizes(self) -> list[int]:
@@ -164,6 +166,21 @@ class HeldCall:
         call = KeptCall(self.module, batch, self.ambient)
         call.has_backward, call.has_autograd = False, self.has_autograd
         return call
+
+
+class CallHolder:
+    """Holds forwards, and for each module the small state that they change."""
+
+    def __init__(self) -> None:
+        self._states: weakref.WeakKeyDictionary[nn.Module, SmallState]
+        self._states = weakref.WeakKeyDictionary()
+
+    def hold(self, module: nn.Module, args: Any, kwargs: Any) -> HeldCall:
+        """Holds a forward that begins."""
+        small = self._states.get(module)
+        if small is None:
+            small = self._states[module] = SmallState()
+        return HeldCall(module, args, kwargs, small)
 
 
 def _items_of(container: Any) -> Any:

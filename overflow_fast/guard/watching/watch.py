@@ -53,6 +53,7 @@ from ...detector.selection import Selection, Wanted
 from ...detector.steps import StepHooks
 from ...torch_internals.compiler import has_compiled
 from ...torch_internals.running import is_in_function, is_jit_tracing
+from .entries import entries_of
 from .forward_inputs import ForwardInputs
 from .missed_steps import MissedSteps
 from .module_index import ModuleIndex
@@ -97,6 +98,8 @@ class ModelWatch(StepHooks):
         inputs, frames: Those of the forwards that are not judged yet.
         on_forward: Called before each forward of a training step.
         on_forward_end: Called after each outermost forward.
+        on_part: Called with a part of the model that the program calls without
+            autograd, and its arguments: from its second call on, where it has a root.
         on_missed: Called once steps pass that nobody judges; see `MissedSteps`.
         on_left: Called with the exception that has left an outermost forward; returns
             True if it is another guard's report of it.
@@ -137,6 +140,7 @@ class ModelWatch(StepHooks):
         self.has_submodule_calls = False
         self.on_forward: Callable[[ModelWatch], None] | None = None
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
+        self.on_part: Callable[[nn.Module, Any, Any], None] = lambda *_: None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
         self._missed = MissedSteps()
@@ -148,6 +152,7 @@ class ModelWatch(StepHooks):
         self._rules: MakeReader | None = None
         self._has_looked_for_shards = False
         self._entries: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._part: nn.Module | None = None
         self._on_evaluated = on_evaluated
         super().__init__(model, max_frames, options, MAX_IN_FLIGHT)
         self.frames = UnjudgedFrames(self.recorder, self._process_arrived)
@@ -180,6 +185,9 @@ class ModelWatch(StepHooks):
                 self.tensors.refresh()
                 self.follow_rules(self._rules)
             self._attach(model)
+            if type(model).forward is nn.Module.forward:  # its parts are called
+                for each in entries_of(model):
+                    self._add_entry(each)
         if self.recorder.is_paused:
             self._resume_recorder(model)
         self.recorder.set_gradients_wanted(True)
@@ -265,6 +273,11 @@ class ModelWatch(StepHooks):
         return self.pass_batch() if root is None else root.batch
 
     @property
+    def called(self) -> nn.Module | None:
+        """The module whose outermost call this thread runs, or else ran last."""
+        return self._part if get_ident() not in self._roots else self.model
+
+    @property
     def evaluated(self) -> object:
         """The output of the outermost forward of this thread."""
         root = self._roots.get(get_ident())
@@ -327,18 +340,29 @@ class ModelWatch(StepHooks):
             self.num_given_up = _C.Recorder.num_frames()
 
     @_isolated
-    def before_entry(self, module: nn.Module, args: object) -> None:
+    def before_entry(
+        self, module: nn.Module, args: object, kwargs: object = None
+    ) -> None:
         """Begins a step in the call of a submodule, where the root is not running."""
-        if not self.recorder.in_step:
-            self._announce_forward()
+        if self.recorder.in_step:
+            return
+        self._announce_forward()
+        if not torch.is_grad_enabled():
+            outer = self._submodule_calls.around(-1)
+            if outer.identity is not None and self.module_at(outer.module) is module:
+                self.on_part(module, args, kwargs)
 
     def _begin_submodule_call(self, index: int) -> None:
         super()._begin_submodule_call(index)
         self._begin_forward()
         self.has_submodule_calls = True
-        module = self.module_at(index)
+        self._part = self.module_at(index)
+        if self._part is not None:
+            self._add_entry(self._part)
+
+    def _add_entry(self, module: nn.Module) -> None:
         is_new = self.on_forward is not None and module not in self._entries
-        if is_new and module is not None and not has_compiled():
+        if is_new and not has_compiled():
             self._entries.add(module)
             self._attachment.add_before(self, "before_entry", module)
 
