@@ -194,7 +194,7 @@ def _of_slice(step: BadStep, found: Explanation) -> Iterator[str]:
             for _, place in (e for e in failed if e[0] == size and e[1] in known):
                 if len(known) == 1:  # else it may be usual there
                     value = plain_number(known[place])
-                    at = f"[{':, ' * dim}{place}]"
+                    at = f"[{':, ' * dim}{place}]" if dim else f"[{place}, :]"
                     yield f"`{name}{at}` is {value} throughout, alone of {size}"
 
 
