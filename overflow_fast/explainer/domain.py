@@ -225,7 +225,8 @@ def _frames(given: _Operands) -> str:
     if int(frames[sample]) >= num + num_repeated:
         return ""
     more = f", {num_repeated} of them the same as the one before" * (num_repeated > 0)
-    return f"sample {sample} has {int(frames[sample])} frames for {num} labels{more}"
+    has = f"has {int(frames[sample])} frames for {num} labels{more}"
+    return f"sample {sample} (from 0) {has}"
 
 
 def _negative_variance(op: OpCall) -> str:

@@ -41,6 +41,7 @@ from .named_tensors import names_of
 
 _OF_NUMBERS = (UNDEFINED.name, SINGULAR_GRADIENT.name)  # such as of a 0
 _FEW = 4  # steps of a trend
+_ALIKE = 1.02  # times the last step's numbers, which are told as one; chosen
 _NEAR = 1e-2  # of a number that an operation prints in three digits
 
 
@@ -109,9 +110,10 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
     for name, now, was, sampled in pairs:
         most, last = _largest(now), _largest(was)
         if WHOLE_BATCH.is_passed(most, max([last, *sampled])):
+            usual, before = _of_samples(sampled[:-1], last)
             yield (
                 f"`{name}` is up to {plain_number(most)} in this batch, at most "
-                f"{plain_number(last)} in the last one{_of_samples(sampled[:-1])}"
+                f"{plain_number(usual)} in the last one{before}"
             )
     is_asked = _was_given_nothing(found)
     if is_asked:
@@ -226,16 +228,26 @@ def _of_own_input(step: BadStep) -> Iterator[str]:
             now = plain_number(_largest(tensor.detach()))
             yield (
                 f"the model's `{names[id(tensor)]}` is up to {now} in this batch"
-                f"{_of_samples(sampled)}"
+                f"{_of_samples(sampled)[1]}"
             )
 
 
-def _of_samples(sampled: Sequence[float]) -> str:
+def _of_samples(sampled: Sequence[float], last: float = 0.0) -> tuple[float, str]:
+    """The largest magnitude of the last step, and a clause on those before.
+
+    One number is of all steps where those before have come to nearly the same.
+
+    Args:
+        sampled: The largest of the values kept of each step before the last one.
+        last: That of all values of the last one, if they are known.
+    """
     if not sampled:
-        return ""
+        return last, ""
     steps = "the step" if len(sampled) == 1 else f"each of {len(sampled)} steps"
-    most = plain_number(max(sampled))
-    return f" ({NUM_SAMPLED} values of {steps} before: at most {most})"
+    looked, most = f"{NUM_SAMPLED} values of {steps} before", max(sampled)
+    if most <= _ALIKE * last:
+        return max(most, last), f" and in {looked}"
+    return last, f" ({looked}: at most {plain_number(most)})"
 
 
 def _sampled(

@@ -90,10 +90,10 @@ def new_places(
 ) -> tuple[Index, Index] | None:
     """The first and last index of a non-finite value of a kind that was not read.
 
-    A nan is new where only infs were read, as those of a mask.
+    A nan is new where none was read, and goes first: an inf beside it may be in no
+    loss, or was read as well, as that of a mask.
     """
-    kinds = [kinds_of(tensor) for tensor in read if is_float(tensor)]
-    is_nan_new = any(kinds) and not any(each & NAN for each in kinds)
+    is_nan_new = not any(kinds_of(each) & NAN for each in read if is_float(each))
     places = bad_places(bad, nan_alone=True) if is_nan_new else None
     return bad_places(bad) if places is None else places
 

@@ -28,6 +28,10 @@ _BETA = (
 _RISEN = (
     "load an older checkpoint, and let the learning rate rise less, or clip gradients"
 )
+_BELOW = (
+    "load an older checkpoint, and keep the learning rate above 0, below which updates "
+    "raise the loss: look at the schedule that sets it"
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,10 @@ def _settings(
     if not rates or len(rates) < len(last):
         return "", [], ""
     first, rate = rates[0], rates[-1]
+    num_below = sum(each < 0 for each in rates)
+    if rate < 0:
+        steps = f"{num_below} of the last {len(rates)} steps"
+        return f", with a learning rate below 0 in {steps} ({rate:.3g})", [], _BELOW
     if first < rate and rates == sorted(rates):
         what = f"the learning rate rose from {first:.3g} to {rate:.3g}"
         return f", in which {what}", [], _RISEN

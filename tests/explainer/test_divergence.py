@@ -104,6 +104,24 @@ def test_a_weight_that_has_grown_is_told_by_what_it_was_itself():
     guard.remove()
 
 
+def test_a_learning_rate_below_0_is_told_and_nobody_is_to_lower_it():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 - step)
+    guard = OverflowGuard(model, optimizer)
+    told = r"a learning rate below 0 in [^$]*keep the learning rate above 0"
+    with pytest.raises(NonFiniteError, match=told) as raised:
+        for _ in range(100):
+            x = torch.randn(8, 4)
+            guard.run(lambda x=x: (model(x)[:, 0] - x.sum(1)).pow(2).mean()).backward()
+            optimizer.step()
+            decay.step()
+            optimizer.zero_grad()
+    assert "lower" not in str(raised.value)
+    guard.remove()
+
+
 def test_a_learning_rate_that_has_risen_is_told():
     torch.manual_seed(0)
     model = nn.Linear(4, 1)

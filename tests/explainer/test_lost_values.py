@@ -318,11 +318,12 @@ OUTSIDE |= {
     ),
     "a transcript": (
         lambda x: transcript(x, [9, 4], [2, 4]),
-        "sample 1 has 4 frames for 4 labels, 3 of them the same as the one before",
+        "sample 1 (from 0) has 4 frames for 4 labels, 3 of them the same as the one "
+        "before",
     ),
     "a longer transcript": (
         lambda x: transcript(x, [9, 3], [2, 4]),
-        "sample 1 has 3 frames for 4 labels",
+        "sample 1 (from 0) has 3 frames for 4 labels",
     ),
     "a direction": (
         lambda x: torch._weight_norm(x * torch.tensor([1.0, 0, 1]), x[:1], 1),

@@ -58,8 +58,16 @@ def test_a_batch_in_another_unit(runs):
     name = "batch[0]" if runs else "input"
     text = news_of(in_another_unit, lambda m, x: (m(x) ** 2).mean(), runs=runs)
     assert text.startswith(f"`{name}` is up to 1.4")
-    assert "in this batch, at most 1.48 in the last one" in text
-    assert text.endswith("(64 values of each of 2 steps before: at most 1.47)")
+    told = "at most 1.48 in the last one and in 64 values of each of 2 steps before"
+    assert text.endswith(f"in this batch, {told}")
+
+
+def test_steps_before_the_last_one_that_had_larger_numbers_are_told_apart():
+    def batch_of(step):
+        return (rows(step, 8, 4) * {0: 3, BAD: 1e30}.get(step, 1),)
+
+    text = news_of(batch_of, lambda m, x: (m(x) ** 2).mean())
+    assert "in the last one (64 values of each of 2 steps before: at most " in text
 
 
 def test_what_the_function_makes_of_the_batch_is_known_by_samples():

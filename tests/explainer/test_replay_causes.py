@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from overflow_fast import explain
+from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.replayer import Replayer, StepPart
 from overflow_fast.guard.options import BUDGET
 
@@ -563,3 +563,20 @@ def test_a_number_that_code_writes_is_told_as_no_more_than_that(as_kept):
     found = explain(model, torch.tensor([[0.0, -200.0, 1.0]]), loss)
     assert found.cause == "constant"
     as_kept(str(found).splitlines()[0], found.evidence)
+
+
+def test_the_numbers_told_are_those_of_a_nan_beside_an_inf():
+    """The class weights of labels of one class: those of the others are in no loss."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    guard = OverflowGuard(model, optimizer)
+    x, labels = torch.randn(5, 4), torch.full((5,), 2)
+
+    def loss():
+        weights = torch.tensor([5.0, 5.0, 0.0])
+        return F.cross_entropy(model(x), labels, weight=weights / weights.min())
+
+    with pytest.raises(NonFiniteError, match=r"0 / 0 at .* is undefined"):
+        guard.run(loss).backward()
+        optimizer.step()
+    guard.remove()

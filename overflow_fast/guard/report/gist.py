@@ -187,7 +187,8 @@ def _outside_text(op: Op | None) -> str:
 
 
 def _sample_text(found: Findings) -> str:
-    if found.sample is None:
+    is_told = _outside_text(found.op).startswith(": sample ")
+    if found.sample is None or is_told:
         return ""
     of = f" of {found.num_samples}" if found.num_samples else ""
     return f", in sample {int(found.sample)}{of} (from 0)"
