@@ -141,7 +141,7 @@ def test_the_drop_in_escapes_names_and_nothing_else():
     [
         [FORGED],
         ["suspects", "x", f"--{FORGED}"],
-        ["demo", "--rounds", FORGED],
+        ["doctor", "--seconds", FORGED],
         ["suspects", FORGED],
         ["compare", FORGED, FORGED],
         ["explain", FORGED, "--model", "x.py:f"],

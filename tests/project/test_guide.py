@@ -13,14 +13,8 @@ import torch
 from guarding import batches, make
 from made_up_trainer import MadeUpTrainer, two_layers
 from pages import ROOT, Examples, assert_shown, examples, guides, run
-from small_models import (
-    Small,
-    loader_of,
-    quiet,
-    sgd,
-    t5,
-    trainer,
-)
+from small_models import Small, loader_of, quiet, sgd, trainer
+from tiny_t5 import forward, push_to_the_limit, t5
 from torch import nn
 
 import overflow_fast
@@ -78,7 +72,7 @@ def test_run(code):
 
 @runs("which-precision-for-which-layer")
 def test_advice(capsys, code):
-    model, batch, _ = t5()
+    model, batch = t5()
     model.float()
     with torch.no_grad():
         model.get_submodule(f"{BLOCK}.DenseReluDense.wo").weight *= 1e6
@@ -654,17 +648,15 @@ def test_a_data_set_that_knows_its_indices(code):
 
 
 def test_the_guide_shows_a_report_of_today(capsys):
-    from overflow_fast.tools.demo import forward, push_to_the_limit
-
-    model, batch, settings = t5()
-    push_to_the_limit(model, batch, settings)
+    model, batch = t5()
+    push_to_the_limit(model, batch)
     with pytest.raises(ValueError) as error:
         with overflow_fast.DebugUnderflowOverflow(model):
-            forward(model, batch, settings.seed)
+            forward(model, batch)
     report = f"{capsys.readouterr().out}\nValueError: {error.value}"
     assert_shown("docs/guide", "output has infs", report)
     overflow_fast.keep_in_fp32(model, ["encoder"])
-    assert torch.isfinite(torch.tensor(forward(model, batch, settings.seed)))
+    assert torch.isfinite(torch.tensor(forward(model, batch)))
 
 
 def test_every_example_is_run():

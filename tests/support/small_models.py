@@ -64,15 +64,6 @@ def quiet(lightning):
     return functools.partial(lightning.Trainer, **quietly)
 
 
-def t5():
-    """The model of `demo --tiny --batch-size 2 --length 32`, and its batch."""
-    pytest.importorskip("transformers")
-    from overflow_fast.tools.demo import DemoSettings, build, read_batch
-
-    settings = DemoSettings(batch_size=2, length=32, tiny=True)
-    return build(settings), read_batch(settings), settings
-
-
 class Block(nn.Module):
     """A layer, and a norm that makes its values small again."""
 

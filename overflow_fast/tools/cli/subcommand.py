@@ -91,13 +91,6 @@ def require_content(paths: Iterable[str]) -> None:
             raise ValueError(f"{path} is empty: it has no steps yet.")
 
 
-def at_least_one(text: str) -> int:
-    """Reads a whole number of at least 1, as the type of an option."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a number from 1 on, got {text}")
-    return int(text)
-
-
 def reason(error: Exception) -> str:
     """Writes an error for readers: of the system's its file and what is wrong."""
     if isinstance(error, OSError) and error.strerror and error.filename:

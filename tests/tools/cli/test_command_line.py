@@ -148,15 +148,6 @@ def test_no_command_says_what_there_is(capsys):
     assert all(name in asked for name in commands())
 
 
-def test_the_demo_without_transformers_says_what_to_install(monkeypatch, capsys):
-    for name in [n for n in sys.modules if n.startswith("overflow_fast.tools.demo")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delattr("overflow_fast.tools.demo", raising=False)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert main(["demo"]) == 2
-    assert "pip install transformers" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("typed", "given"),
     [
@@ -319,7 +310,6 @@ def test_help_says_what_is_separated_by_commas(name):
         "run --watch wights a.py",
         "run --max-consecutive-skips 3 a.py",
         "doctor --seconds soon",
-        "demo --seed first",
         "compare a",
         "run",
         "run --explain nevr a.py",

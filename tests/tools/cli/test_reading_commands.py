@@ -144,20 +144,6 @@ def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
 # What was asked for, and is not there.
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["demo", "--rounds", "0"],
-        ["demo", "--batch-size", "0"],
-    ],
-)
-def test_a_number_that_cannot_be_used_is_named(arguments, capsys, as_kept):
-    with pytest.raises(SystemExit) as status:
-        main(arguments)
-    assert status.value.code == 2
-    as_kept(capsys.readouterr().err)
-
-
 def test_a_missing_file_is_named_without_numbers_of_the_system(
     tmp_path, capsys, as_kept
 ):
