@@ -5,27 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import platform
-from pathlib import Path
 from typing import Any
 
 from ...base.text import error_line, printable
-from ...guard.files.json_text import dumps
 from .subcommand import Commands, add_command, command
 
-_LIBRARIES = (
-    *(
-        "transformers",
-        "peft",
-        "torchao",
-        "bitsandbytes",
-        "safetensors",
-        "numpy",
-        "pandas",
-        "pyarrow",
-    ),
-    *("tensorboard", "prometheus_client", "wandb", "mlflow", "mlflow-skinny", "rich"),
-)
+_LIBRARIES = ("transformers", "peft", "bitsandbytes", "safetensors", "pandas")
 _PREFIXES = ("OVERFLOW_FAST_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -33,57 +18,33 @@ _VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CON
 @command(after="doctor")
 def add_env(commands: Commands) -> None:
     """Adds the command `env`."""
-    parser = add_command(
+    add_command(
         commands,
         "env",
         _run_env,
         "print what a bug report needs: versions, kernels, devices, libraries",
-        "env --json",
+        "env",
         more="; `--version` prints versions alone, and says if no extension fits",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run_env(parsed: argparse.Namespace) -> int:
-    found = environment()
-    if parsed.json:
-        print(dumps(found, indent=1))
-        return 0
-    for name, value in found.items():
-        print(printable(f"{name}: {_text(value)}"))
-    return 0
-
-
-def environment() -> dict[str, Any]:
-    """Collects versions, kernels, devices and libraries, as JSON has them."""
-    import torch
+    from torch.utils import collect_env
 
     from ... import __version__
-    from ..torch_settings import settings_of_torch
 
-    return {
-        "overflow_fast": __version__,
+    own: dict[str, dict[str, Any]] = {
         "kernels": _kernels(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "gpus": _gpus(),
-        "mps": torch.backends.mps.is_available(),
-        "distributed": _backends(),
-        "settings": settings_of_torch(),
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "libraries": _libraries(),
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name in _VARIABLES or name.startswith(_PREFIXES)
-        },
-        "torch_config": torch.__config__.show().strip().splitlines(),
+        "variables": _variables(),
     }
+    print(f"overflow_fast: {__version__}")
+    for name, value in own.items():
+        text = ", ".join(f"{key} {each}" for key, each in value.items())
+        print(printable(f"{name}: {text or 'none'}"))
+    torch_s = collect_env.get_pretty_env_info()  # type: ignore[no-untyped-call]
+    print(printable(torch_s, keep="\n"))
+    return 0
 
 
 def _kernels() -> dict[str, Any]:
@@ -116,39 +77,6 @@ def _unused_kernels(has_kernels: bool) -> dict[str, str]:
     return {**unused, **failed}
 
 
-def _gpus() -> list[str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [
-        f"{found.name}, {found.total_memory / 2**30:.0f} GiB, "
-        f"compute capability {found.major}.{found.minor}"
-        for found in map(
-            torch.cuda.get_device_properties, range(torch.cuda.device_count())
-        )
-    ]
-
-
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    return [name for name in names if dist.is_backend_available(name)]
-
-
-def _cpu() -> str:
-    """The processor's name, where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if "model name" in line)
-    return next(names, platform.machine())
-
-
 def _libraries() -> dict[str, str]:
     from ...guard.libraries import PACKAGES
 
@@ -161,9 +89,9 @@ def _libraries() -> dict[str, str]:
     return found
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {each}" for name, each in value.items()) or "none"
-    if isinstance(value, list):
-        return "; ".join(map(str, value)) or "none"
-    return str(value)
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES or name.startswith(_PREFIXES)
+    }

@@ -1,6 +1,7 @@
 """suspects, report and env: what machines and readers get of a run's files."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -124,12 +125,12 @@ def test_env_has_what_a_bug_report_needs(capsys, monkeypatch):
     import torch
 
     monkeypatch.setenv("OVERFLOW_FAST_CUDA", "1")
-    found = json.loads(output_of(capsys, "env", "--json"))
-    assert found["torch"] == torch.__version__
-    assert found["kernels"].keys() == {"cpu", "cuda", "mps"}
-    assert found["variables"]["OVERFLOW_FAST_CUDA"] == "1"
     shown = output_of(capsys, "env")
-    assert f"torch: {torch.__version__}\n" in shown and "kernels: cpu " in shown
+    assert re.search(r"^kernels: cpu \w+, cuda (True|False), mps ", shown, re.M)
+    assert re.search(r"^libraries: .*safetensors \d", shown, re.M)
+    assert re.search(r"^variables: .*OVERFLOW_FAST_CUDA 1", shown, re.M)
+    assert f"\nPyTorch version: {torch.__version__}\n" in shown
+    assert "Python version: " in shown
 
 
 def test_progress_is_shown_on_a_terminal_alone_and_late(capsys, monkeypatch):
