@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Iterable, Sequence
 from html import escape as escape_html
@@ -10,9 +9,9 @@ from html import escape as escape_html
 from .text import printable
 
 
-def escape(text: str, quote: bool = True) -> str:
+def escape(text: str) -> str:
     """Escapes what HTML or a reader would take for something else."""
-    return escape_html(printable(text), quote)
+    return escape_html(printable(text))
 
 
 # No colours: those of the notebook's theme are, light or dark.
@@ -57,10 +56,3 @@ def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def picture_html(png: bytes, described: str) -> str:
-    """A picture, and what it shows in words."""
-    data = base64.b64encode(png).decode()
-    alt = escape(described, quote=True)
-    return f'<img src="data:image/png;base64,{data}" alt="{alt}"><div>{alt}</div>'

@@ -201,32 +201,6 @@ class FlightRecord:
         bits = torch.log2(limits / high)
         return bits.masked_fill(self.is_nonfinite(), -math.inf)
 
-    def to_image(self, max_columns: int = 1000) -> torch.Tensor:
-        """Draws the heatmap of headroom: a pixel for each entry of each step.
-
-        `SummaryWriter.add_image("headroom", record.to_image())` shows it.
-
-        Args:
-            max_columns: Steps share a column where there are more; it has the least.
-
-        Returns:
-            uint8 of shape `[3, len(entries), columns]`: red for few bits, white for 4,
-            blue for many, black for inf or nan, grey where nothing was looked at.
-        """
-        from .heatmap import heatmap_pixels
-
-        return heatmap_pixels(self.headroom_bits(), max_columns)
-
-    def _repr_html_(self) -> str:
-        from ...base.notebook_html import picture_html
-        from .heatmap import png_of
-
-        shown = f"{len(self)} lines of steps of {len(self.entries)} entries: headroom"
-        shown += ", from red (none) and white (4 bits) to blue; black: not finite"
-        pixels = self.to_image()
-        png = png_of(pixels, 2 if pixels.shape[1] < 300 else 1) if len(self) else b""
-        return picture_html(png, shown)
-
     def is_nonfinite(self) -> torch.Tensor:
         """Where a nan or an inf was: bool of shape `[len(steps), len(entries)]`."""
         nans, infs = self.values["num_nan"], self.values["num_inf"]

@@ -104,7 +104,7 @@ def test_records(whole, tmp_path):
             record = read_record(path)
             assert len(record.steps) == len(record)
             list(record)
-            record.to_image()
+            record.headroom_bits()
             str(record)
         if i % 2 == 0:
             assert ask("report", path, "-o", page) in (0, 2)
@@ -233,7 +233,7 @@ def read(name, changed):
         file.write("".join(json.dumps(line) + "\\n" for line in changed))
     try:
         record = overflow_fast.read_record(f"{folder}/{name}.ofr")
-        list(record), record.to_image()
+        list(record), record.headroom_bits()
     except overflow_fast.RecordError as error:
         return str(error)
     return f"{record.num_damaged} damaged"
