@@ -58,8 +58,7 @@ def _run_explain(parsed: argparse.Namespace) -> int:
         )
     except UnreadableStepError as error:
         return fail(f"The step cannot be explained: {error}.")
-    sources = [] if found.op is None else [found.op.file]
-    text = "" if parsed.json else shown(str(found), sources=sources)
+    text = "" if parsed.json else shown(str(found))
     print(dumps(found.to_dict(), indent=1) if parsed.json else text)
     return 0
 

@@ -94,9 +94,7 @@ def print_report(error: NonFiniteError) -> None:
     whole = "".join(traceback.format_exception(error))
     before, text, notes = whole.rpartition(str(error))
     above, end, name = before.rpartition("\n")
-    found = error.report.explanation
-    sources = [] if found is None or found.op is None else [found.op.file]
-    report = shown(f"{name}{text}", sys.stderr, sources)
+    report = shown(f"{name}{text}", sys.stderr)
     sys.stderr.write(f"{above}{end}{report}{notes}")
 
 

@@ -1,18 +1,14 @@
-"""Reports on a terminal: lines of its width, colours, and paths that open.
+"""Reports on a terminal: lines of its width, and colours.
 
 In a file or a pipe they stay as they are, each sentence and row a line, without colours
-unless FORCE_COLOR is set. NO_COLOR (https://no-color.org) turns colours off. Links are
-OSC 8 (https://github.com/Alhadis/OSC8-Adoption), which terminals without it leave out.
+unless FORCE_COLOR is set. NO_COLOR (https://no-color.org) turns colours off.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TextIO
 
 from ...base.text import wrapped
@@ -26,12 +22,9 @@ _REMEDIES = "tried", "nearest"
 _MARKS = re.compile(r" *\^+")
 _CELLS = re.compile(r"\S {2,}\S")  # of a table, whose columns stay
 _MORE = re.compile(r" {2}\S")  # as sentences go on
-# A path as sentences have it, or a file's name with a line.
-_PLACES = re.compile(r"`(?P<path>[^`]*/[^`]*)`|(?P<place>(?P<name>[\w.-]+\.py):\d+)")
-_HOST = socket.gethostname()  # a terminal on another machine opens no file of its own
 
 
-def shown(text: str, stream: TextIO | None = None, sources: Iterable[str] = ()) -> str:
+def shown(text: str, stream: TextIO | None = None) -> str:
     """A report as a stream is to show it; as it is where that is no terminal.
 
     Its first line, which is the answer, is bold.
@@ -39,12 +32,9 @@ def shown(text: str, stream: TextIO | None = None, sources: Iterable[str] = ()) 
     Args:
         text: The report, or an error's text that is one.
         stream: Where it is written; by default stdout.
-        sources: The paths of files that it names by their last part and a line.
     """
     stream = sys.stdout if stream is None else stream
     width, has_colours = _width_of(stream), _has_colours(stream)
-    has_links = _knows_escapes(stream)
-    by_name = {os.path.basename(each): each for each in sources}
     lines, is_remedy = list[str](), False
     for line in _whole_lines(text) if width else text.split("\n"):
         row = _ROW.match(line)
@@ -56,7 +46,7 @@ def shown(text: str, stream: TextIO | None = None, sources: Iterable[str] = ()) 
             parts = wrapped(line, width, " " * 10 if label else "  ")
         if has_colours:
             parts = _coloured(parts, label, is_remedy, is_first=not lines)
-        lines += [_linked(each, by_name) for each in parts] if has_links else parts
+        lines += parts
     return "\n".join(lines)
 
 
@@ -93,20 +83,6 @@ def _coloured(
     return [_in(_BOLD, each) for each in parts] if is_first else parts
 
 
-def _linked(line: str, by_name: dict[str, str]) -> str:
-    """A line whose paths of files that exist open when they are clicked on."""
-
-    def link(found: re.Match[str]) -> str:
-        text = found["path"] or found["place"]
-        path = found["path"] or by_name.get(found["name"], "")
-        if not (path and os.path.exists(path)):
-            return found[0]
-        address = Path(path).absolute().as_uri().replace("://", f"://{_HOST}", 1)
-        return found[0].replace(text, f"\x1b]8;;{address}\x1b\\{text}\x1b]8;;\x1b\\")
-
-    return _PLACES.sub(link, line)
-
-
 def _in(colour: str, text: str) -> str:
     return f"\x1b[{colour}m{text}\x1b[0m"
 
@@ -125,11 +101,9 @@ def _width_of(stream: TextIO) -> int:
     return max(_NARROWEST, width or _USUAL)
 
 
-def _knows_escapes(stream: TextIO) -> bool:
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
 def _has_colours(stream: TextIO) -> bool:
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or _knows_escapes(stream)
+    if os.environ.get("FORCE_COLOR"):
+        return True
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
