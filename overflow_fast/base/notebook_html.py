@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape as escape_html
 
 from .text import printable
@@ -24,7 +24,7 @@ def text_html(
     headline: str,
     lines: Iterable[str],
     rest: str,
-    rows: Iterable[tuple[str, str, str]] = (),
+    rows: Iterable[tuple[str, str, str]],
 ) -> str:
     """A headline, lines below it, rows of label, text and code, a text that unfolds."""
     listed = "".join(f"<div>{_prose(line)}</div>" for line in lines)
@@ -46,13 +46,3 @@ def _prose(text: str) -> str:
 def _code(text: str) -> str:
     whole = escape_html(printable(text, keep="\n\t"))
     return f'<pre style="{_CODE_STYLE}">{whole}</pre>' if whole else ""
-
-
-def table_html(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of texts."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

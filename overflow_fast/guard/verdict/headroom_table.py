@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from ...base.notebook_html import table_html, text_html
 from ...base.text import bits_left, printable
 from .entry_headroom import EntryHeadroom
 
@@ -73,7 +72,7 @@ class HeadroomHistory(EntryHeadroom):
         return self.bits / self.trend if self.trend > 0 else math.inf
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HeadroomTable:
     """The headroom of all that modules made, and of weights and gradients.
 
@@ -82,18 +81,6 @@ class HeadroomTable:
     """
 
     rows: list[HeadroomHistory]
-
-    def _repr_html_(self) -> str:
-        names = ("bits", "trend", "float16 bits", "abs max", "entry", "dtype")
-        rows = [
-            (
-                *(f"{row.bits:.1f}", f"{_drift(row):+.2f}", f"{row.float16_bits:.1f}"),
-                *(f"{row.abs_max:.3g}", row.where, row.dtype),
-            )
-            for row in self.rows[:_FEW_ROWS]
-        ]
-        *_, last = str(self).splitlines()
-        return table_html(names, rows) + text_html(last, [], str(self))
 
     def __str__(self) -> str:
         """The first rows as text, and whether all would fit float16."""
@@ -121,6 +108,8 @@ class HeadroomTable:
             else f"All{others} magnitudes so far would fit float16."
         )
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def _drift(row: HeadroomHistory) -> float:

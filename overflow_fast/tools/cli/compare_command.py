@@ -7,7 +7,6 @@ import argparse
 from ...base.text import printable
 from .subcommand import Commands, add_command, command, fail, reason
 
-_FORMATS = (".html", ".json")
 NOTHING_COMPUTED = 3  # the exit status where only weights or batches were compared
 
 
@@ -44,8 +43,8 @@ def add_compare(commands: Commands) -> None:
     )
     parser.add_argument(
         *("-o", "--output"),
-        metavar="FILE",
-        help="also write the comparison: FILE.html or FILE.json",
+        metavar="FILE.html",
+        help="also write the comparison as a page",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -56,8 +55,8 @@ def _run_compare(parsed: argparse.Namespace) -> int:
     from .terminal import shown
 
     output: str = parsed.output or ""
-    if output and not output.endswith(_FORMATS):
-        return fail(f"FILE must end with {', '.join(_FORMATS)}, got {output}")
+    if output and not output.endswith(".html"):
+        return fail(f"FILE must end with .html, got {output}")
     pairs = [each.partition("=") for each in parsed.map]
     if not all(sign for _, sign, _ in pairs):
         return fail(f"--map must be OLD=NEW, got {' '.join(parsed.map)}")
@@ -70,7 +69,7 @@ def _run_compare(parsed: argparse.Namespace) -> int:
             cosine=parsed.cosine,
         )
         if output:
-            getattr(found, f"to_{output.rpartition('.')[2]}")(output)
+            found.to_html(output)
     except (ImportError, OSError, ValueError) as error:
         return fail(f"The runs cannot be compared: {reason(error)}")
     print(found.to_json() if parsed.json else shown(str(found)))

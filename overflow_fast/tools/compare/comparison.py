@@ -12,7 +12,6 @@ from typing import Any
 
 from ...base.text import aligned, as_lines, capitalized, counted, printable, rounded
 from ...guard.files.json_text import SCHEMA, dumps
-from ...guard.files.writing import write_new
 from ..page.render import GENERATOR, html_templates, page_style, save_page
 from .first_difference import RootDifference
 from .judged_rows import (
@@ -172,22 +171,9 @@ class Comparison:
             "rows": [row.to_dict() for row in self.rows],
         }
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Writes the comparison as JSON.
-
-        Args:
-            path: A file to write it to that is not there yet, or None.
-
-        Returns:
-            The JSON.
-
-        Raises:
-            FileExistsError: If the file is there.
-        """
-        text = dumps(self.to_dict(), indent=1)
-        if path is not None:
-            write_new(_new_path(path), text)
-        return text
+    def to_json(self) -> str:
+        """The comparison as JSON."""
+        return dumps(self.to_dict(), indent=1)
 
     def to_dataframe(self) -> Any:
         """The rows as a `pandas.DataFrame`, which writes CSV and other tables.
@@ -209,13 +195,6 @@ class Comparison:
             FileExistsError: If the file is there, and no page of overflow_fast.
         """
         return save_page(path, lambda: _page_of(self.to_dict()))
-
-
-def _new_path(path: str | os.PathLike[str]) -> Path:
-    """The path of a file that is not there yet."""
-    if os.path.lexists(path):
-        raise FileExistsError(f"{path} is there already: give another name")
-    return Path(path)
 
 
 HEADS = (

@@ -235,8 +235,7 @@ def test_it_is_written_in_all_formats(compared, tmp_path):
     model = tower()
     eps(model)
     diff = compared(model, tower(), tensors=True)
-    plain = json.loads(diff.to_json(tmp_path / "diff.json"))
-    assert plain == json.loads((tmp_path / "diff.json").read_text())
+    plain = json.loads(diff.to_json())
     assert plain["first"]["module"] == "blocks.1.norm" and plain["differs"] is True
     page = diff.to_html(tmp_path / "diff.html").read_text()
     assert page.count(str(diff.first)) == 1
