@@ -188,3 +188,37 @@ def loss_of(x, w):
         if each.code and each.file:
             fresh, _ = module_of(tmp_path, edited(path, each))
             assert fresh.loss_of(x, torch.ones(2)).isfinite(), each
+
+
+NORMALIZED = """import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1).half())
+        self.mix = nn.Linear(64, 64, bias=False).half()
+        nn.init.eye_(self.mix.weight)
+
+    def forward(self, x):
+        mean = (x * self.weight).sum(-1, keepdim=True) / x.shape[-1]
+        centred = {}
+        spread = (centred * centred).sum(-1, keepdim=True) / x.shape[-1]
+        return centred / (spread.sqrt() + 1)
+"""
+
+
+@pytest.mark.parametrize("centred", ["x - mean", "self.mix(x - mean)"])
+def test_a_next_sum_that_is_nearly_full_is_wider_as_well_where_that_has_text(
+    centred, tmp_path
+):
+    module, path = module_of(tmp_path, NORMALIZED.format(centred))
+    batch = torch.tensor([[1975.0, 2025.0]]).half().repeat(1, 32)
+    found = explain(module.Model(), batch, lambda model, x: model(x).square().mean())
+    remedy = recommended(found)[0]
+    assert "in float32" in remedy.text and remedy.code
+    model = module_of(tmp_path, edited(path, remedy))[0].Model()
+    longer = batch.repeat(1, 4)
+    if centred == "x - mean":
+        wide = module.Model().float()(longer.float())
+        assert torch.allclose(model(longer).float(), wide, atol=1e-2)

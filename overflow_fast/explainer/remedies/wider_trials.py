@@ -30,7 +30,7 @@ _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
 _MOST_BACK = 4  # calls before the failing one whose result is the first in it
 _DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
 # Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
-_SIZES = {torch.float16: (1e-2, 6e4)} | dict.fromkeys(
+_SIZES = {torch.float16: (1e-2, 3e4)} | dict.fromkeys(
     (torch.bfloat16, torch.float32), (1e-15, 1e15)
 )
 
@@ -140,15 +140,17 @@ def _wider_trial(
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
     if failing <= {call.key for call, size in sizes.items() if size == torch.inf}:
         return None  # such as what autocast casts again
-    divisors = _up_to_divisors(table.torch_calls, patches)
     stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
     change = replace(change, stops=stops)  # and what autocast casts
-    ends = _ends_of(change, failing, table.torch_calls, sizes, divisors)
-    change = replace(change, ends=frozenset(call.key for call in ends))
-    text, patch = wider_text(change, calls), CallPatch((change,))
-    with contextlib.suppress(*NOT_WRITTEN):
-        edits = wider_edits(change, calls)
-        return None if in_words else Trial(remedy_of(text, edits), patch, edits)
+    divisors = _divisors(table.torch_calls, patches)
+    full = _nearly_full(change, failing, sizes)
+    for needed in (_up_to([*divisors, *full]), _up_to(divisors)):
+        ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
+        change = replace(change, ends=frozenset(call.key for call in ends))
+        text, patch = wider_text(change, calls), CallPatch((change,))
+        with contextlib.suppress(*NOT_WRITTEN):
+            edits = wider_edits(change, calls)
+            return None if in_words else Trial(remedy_of(text, edits), patch, edits)
     return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
 
 
@@ -160,11 +162,34 @@ def _keys_of(
     return {call.key for call in calls} - false
 
 
-def _up_to_divisors(calls: Sequence[TorchCall], patches: Sequence[Patch]) -> set[Key]:
-    """The keys of the calls that make divisors which need the wider dtype."""
+def _divisors(calls: Sequence[TorchCall], patches: Sequence[Patch]) -> list[Value]:
+    """The divisors that need the wider dtype."""
     of_calls = [each for each in patches if isinstance(each, CallPatch)]
     keys = {key for each in of_calls for key in each.needs_wide}
-    made = {call.operands[1].call for call in calls if call.key in keys}
+    return [call.operands[1] for call in calls if call.key in keys]
+
+
+def _nearly_full(
+    change: InWider, failing: set[Key], sizes: dict[TorchCall, float]
+) -> list[Value]:
+    """What results of the function that failed are made of that a longer batch fills.
+
+    They fit the other dtype still.
+    """
+    functions = [key[1][0][:3] for key in failing if key[1]]
+    largest, most = _SIZES[change.narrow][1], torch.finfo(change.narrow).max
+    return [
+        value
+        for call, size in sizes.items()
+        if largest <= size < most and call.key not in change.stops
+        for value in call.inputs
+        if call.sites and call.sites[0].key[:3] in functions
+    ]
+
+
+def _up_to(values: Sequence[Value]) -> set[Key]:
+    """The keys of the calls that make values, and of some calls before them."""
+    made = {value.call for value in values}
     found = set[Key]()
     for _ in range(_MOST_BACK):
         found |= {call.key for call in made if call is not None}
@@ -177,19 +202,19 @@ def _ends_of(
     failing: set[Key],
     calls: Sequence[TorchCall],
     sizes: dict[TorchCall, float],
-    divisors: set[Key],
+    needed: set[Key],
 ) -> list[TorchCall]:
     """The calls whose results fit again, where a run has cast none back.
 
     None of which the one that failed is made: what it is given would be rounded again.
-    Nor one of which a divisor is made that does not fit.
+    Nor one of which something is made that does not.
     """
     smallest, largest = _SIZES[change.narrow]
 
     def fits(call: TorchCall) -> bool:
         size = sizes.get(call, torch.inf)
         is_fitting = size == 0 or smallest < size < largest
-        is_fitting &= call.key not in divisors
+        is_fitting &= call.key not in needed
         return is_fitting and not has(call.name, "moves")
 
     fitting = _keys_of(calls, fits) & _behind(failing, calls)
