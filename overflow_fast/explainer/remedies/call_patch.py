@@ -184,7 +184,7 @@ class ChangedCalls(TorchCalls):
         if not has(call.plain_name, "divides"):
             return
         by = call.operands[1]
-        values = by.tensor if isinstance(by, Value) and not _is_bounded(by) else None
+        values = by.tensor if isinstance(by, Value) and not is_bounded(by) else None
         if values is None or not values.is_floating_point() or not values.numel():
             return
         with no_dispatch(), torch.no_grad():
@@ -243,7 +243,7 @@ class ChangedCalls(TorchCalls):
         return each
 
 
-def _is_bounded(value: Value) -> bool:
+def is_bounded(value: Value) -> bool:
     """True for what the code itself keeps from 0, such as `x.clamp(min=1e-30)`."""
     made = value.call
     if made is None or made.plain_name not in ("add", "clamp"):

@@ -18,7 +18,7 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, RuleChange
+from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
 from .pairs import pair_of
@@ -296,11 +296,13 @@ def _with_twins(
 def _are_alike(one: TorchCall, other: TorchCall) -> bool:
     """True if the last tensors that calls were given were made alike, or of the same.
 
-    Such as two norms, or p and 1 - p.
+    Such as two norms, or p and 1 - p. What the code keeps from 0 is none of the kind.
     """
     if not (one.inputs and other.inputs):
         return False
     values = one.inputs[-1], other.inputs[-1]
+    if is_bounded(values[0]) > is_bounded(values[1]):
+        return False
     made = [value.call for value in values if value.call is not None]
     if len(made) == 2 and made[0].name == made[1].name:
         return True
