@@ -217,6 +217,20 @@ def test_a_loss_of_a_size_that_the_run_never_had_is_no_remedy():
     assert "did not help" in str(found)
 
 
+def test_no_two_lines_of_torch_itself_are_to_be_changed():
+    """A scale of 0 is a logarithm's argument, and a divisor a line below."""
+
+    def loss(model, x):
+        scale = torch.relu(model.w[0] * x)
+        normal = torch.distributions.Normal(0.0, scale, validate_args=False)
+        return -normal.log_prob(x + 3).mean()
+
+    batches = [torch.ones(3, 2)] * 3 + [torch.tensor([[1.0, -1.0]])]
+    found = stopped(Holder(), loss, batches)
+    assert not any("installed), and" in each.text for each in found.remedies)
+    assert found.remedies[0].text.startswith("clamp the result of `torch.relu(")
+
+
 def test_one_loss_that_was_huge_does_not_make_others_usual():
     def loss_of(model, batch):
         x, number = batch

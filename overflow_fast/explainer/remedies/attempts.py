@@ -176,17 +176,20 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
 
     That is the distance from the true loss and gradients, then the change of results
     that are finite without it, in this step or in another batch. Of equal ones float64
-    is the last: few devices are fast at it, and it often takes several lines. Nobody
-    changes torch's own lines.
+    is the last: few devices are fast at it, and it often takes several lines.
     """
-    is_of_torch = not remedy.code and remedy.text.endswith(INSTALLED)
     return (
-        *(remedy.worth, is_of_torch, remedy.is_of_data),
+        *(remedy.worth, _is_of_torch(remedy), remedy.is_of_data),
         remedy.is_flat or bool(remedy.leaves),
         *(remedy.off, remedy.change, not remedy.code),
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,
     )
+
+
+def _is_of_torch(remedy: Remedy) -> bool:
+    """True for a change of torch's own lines, which nobody makes, least of all two."""
+    return not remedy.code and remedy.text.endswith(INSTALLED)
 
 
 def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
@@ -301,7 +304,8 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
     First besides those that change the most calls: fewer are left that may fail.
     """
     applied, seen = trials.applied, set[Any]()
-    for trial, place in sorted(trials.failed, key=lambda each: -each[0].num_changes):
+    failed = [each for each in trials.failed if not _is_of_torch(each[0].remedy)]
+    for trial, place in sorted(failed, key=lambda each: -each[0].num_changes):
         if trials.is_over or not most:
             return
         trials.go_on(applied.with_trial(trial))
