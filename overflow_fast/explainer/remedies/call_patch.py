@@ -248,7 +248,8 @@ def is_bounded(value: Value) -> bool:
     made = value.call
     if made is None or made.plain_name not in ("add", "clamp"):
         return False
-    return any(isinstance(each, (int, float)) for each in made.operands[1:])
+    numbers = (e for e in made.operands[1:] if isinstance(e, (int, float)))
+    return any(each > 0 for each in numbers)
 
 
 def _plain(call: TorchCall, args: Any, kwargs: Any) -> Any:
