@@ -7,6 +7,7 @@ import torch
 from remedied_files import edited, explained, module_of, recommended
 
 from overflow_fast import explain
+from overflow_fast.explainer.replayer import Replayer
 
 SOURCE = """import math
 import torch
@@ -222,3 +223,18 @@ def test_a_next_sum_that_is_nearly_full_is_wider_as_well_where_that_has_text(
     if centred == "x - mean":
         wide = module.Model().float()(longer.float())
         assert torch.allclose(model(longer).float(), wide, atol=1e-2)
+
+
+def test_how_large_results_are_is_listed_without_their_derivatives(
+    tmp_path, monkeypatch
+):
+    parts, run = [], Replayer.run
+
+    def noted(self, *args, **kwargs):
+        parts.extend(args[:1])
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Replayer, "run", noted)
+    _, good = followed(tmp_path, BODIES["a statement"])
+    assert any("in float32" in each.text for each in good)
+    assert any(not part.has_backward for part in parts if part.has_calls)

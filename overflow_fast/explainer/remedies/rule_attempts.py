@@ -341,7 +341,7 @@ def _on(
 
 def _up_to(failure: Failure) -> list[TorchCall]:
     """The call that failed, and those before it, the nearest first."""
-    return [e for call in failure.failing_calls for e in (call, *_before(call))]
+    return [e for call in failure.failing_calls for e in (call, *calls_before(call))]
 
 
 def trials_of(
@@ -441,7 +441,7 @@ def _formula(found: Found) -> str:
 # The calls before and behind one.
 
 
-def _before(call: TorchCall) -> list[TorchCall]:
+def calls_before(call: TorchCall) -> list[TorchCall]:
     """The calls that made its inputs, and those before them."""
     found: list[TorchCall] = []
     waiting = [value.call for value in call.inputs]

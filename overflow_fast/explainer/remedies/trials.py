@@ -477,9 +477,10 @@ class Trials:
         patches: Sequence[Patch],
         traced: int = -1,
         observers: Sequence[Observer] = (),
+        has_backward: bool = True,
     ) -> ReplayResult:
         """Replays the step with patches, under observers; see `Replayer.run()`."""
-        part = StepPart(traced, has_calls=traced >= 0)
+        part = StepPart(traced, has_calls=traced >= 0, has_backward=has_backward)
         from_loss = [FromLoss()] * self._drops_gradients
         patches = [*self._others, *patches, *from_loss]
         return self.replayer.run(part, patches, observers)

@@ -23,6 +23,7 @@ from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InWider
 from .edited_lines import remedy_in_words, remedy_of
 from .failure import Failure
+from .rule_attempts import calls_before
 from .source import NOT_WRITTEN
 from .trials import Attempts, Trial, Trials, in_wider
 
@@ -121,7 +122,9 @@ def _wider_trial(
     change = replace(change, roots=frozenset(keys), stops=stops)
     patch = CallPatch((change,))
     patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
-    table = trials.run(patches, traced=failure.place).table
+    has_backward = failure.found.phase != "forward"  # else most is of derivatives
+    place = failure.place
+    table = trials.run(patches, place, has_backward=has_backward).table
     if table is None:
         return None
     own = [op for op in table.ops if op.custom or not op.in_backward]
@@ -142,9 +145,10 @@ def _wider_trial(
         return None  # such as what autocast casts again
     stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
     change = replace(change, stops=stops)  # and what autocast casts
-    divisors = _divisors(table.torch_calls, patches)
+    divisors = _divided_by(table.torch_calls, patches)
     full = _nearly_full(change, failing, sizes)
-    for needed in (_up_to([*divisors, *full]), _up_to(divisors)):
+    for wide in ([*divisors, *full], divisors):
+        needed = {each.key for call in wide for each in (call, *calls_before(call))}
         ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
         change = replace(change, ends=frozenset(call.key for call in ends))
         text, patch = wider_text(change, calls), CallPatch((change,))
@@ -162,39 +166,25 @@ def _keys_of(
     return {call.key for call in calls} - false
 
 
-def _divisors(calls: Sequence[TorchCall], patches: Sequence[Patch]) -> list[Value]:
-    """The divisors that need the wider dtype."""
+def _divided_by(
+    calls: Sequence[TorchCall], patches: Sequence[Patch]
+) -> list[TorchCall]:
+    """The calls that made divisors which need the wider dtype."""
     of_calls = [each for each in patches if isinstance(each, CallPatch)]
     keys = {key for each in of_calls for key in each.needs_wide}
-    return [call.operands[1] for call in calls if call.key in keys]
+    made = (call.operands[1].call for call in calls if call.key in keys)
+    return [call for call in made if call is not None]
 
 
 def _nearly_full(
     change: InWider, failing: set[Key], sizes: dict[TorchCall, float]
-) -> list[Value]:
-    """What results of the function that failed are made of that a longer batch fills.
-
-    They fit the other dtype still.
-    """
+) -> list[TorchCall]:
+    """The calls of the function that failed whose results a longer batch overflows."""
     functions = [key[1][0][:3] for key in failing if key[1]]
     largest, most = _SIZES[change.narrow][1], torch.finfo(change.narrow).max
-    return [
-        value
-        for call, size in sizes.items()
-        if largest <= size < most and call.key not in change.stops
-        for value in call.inputs
-        if call.sites and call.sites[0].key[:3] in functions
-    ]
-
-
-def _up_to(values: Sequence[Value]) -> set[Key]:
-    """The keys of the calls that make values, and of some calls before them."""
-    made = {value.call for value in values}
-    found = set[Key]()
-    for _ in range(_MOST_BACK):
-        found |= {call.key for call in made if call is not None}
-        made = {v.call for call in made if call is not None for v in call.inputs}
-    return found
+    full = [call for call, size in sizes.items() if largest <= size < most]
+    own = [call for call in full if call.key not in change.stops and call.sites]
+    return [call for call in own if call.sites[0].key[:3] in functions]
 
 
 def _ends_of(
