@@ -632,7 +632,8 @@ def test_a_divisor_that_the_code_keeps_from_0_is_no_twin(tmp_path):
     module, _ = module_of(
         tmp_path,
         "import torch\ndef loss_of(x, w):\n    a = x * w\n"
-        "    b = a / (a + a + 0)\n    c = a / (a + a + 1e-6)\n    return (b + c).mean()\n",
+        "    b = a / (a + a + 0)\n    c = a / (a + a + 1e-6)\n"
+        "    return (b + c).mean()\n",
     )
     first = explained(module.loss_of, torch.tensor([[1.0, 2.0], [0.0, 3.0]])).remedies[
         0
