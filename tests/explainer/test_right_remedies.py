@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from assembled import Assembled
-from remedied_files import Holder, explained, module_of
+from remedied_files import Holder, edited, explained, module_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -1156,3 +1156,70 @@ def test_a_sum_of_scores_that_is_0_is_at_least_1(as_kept):
 
     first = stopped(model, loss_of, [torch.ones(4, 2)] * 4).remedies[0]
     as_kept(first.text, first.code)
+
+
+def loss_of_flow(model, x):
+    first, second = x.chunk(2, 1)
+    for layer in model:
+        first, second = second * torch.exp(layer(first)), first
+    return (first.square() + second.square()).mean()
+
+
+def test_several_exp_in_a_row_are_clamped_until_their_product_is_of_use():
+    """Where float64 overflows as well: no loss is the true one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(6)))
+    for layer in model:
+        layer.weight.data.mul_(0.3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+    batches = [torch.randn(64, 6).clamp(-2, 2) for _ in range(4)]
+    batches[3][5] *= 100
+    first, *others = stopped(model, loss_of_flow, batches, optimizer).remedies
+    assert first.text == "clamp the argument of exp to 2" and first.is_right
+    assert first.elsewhere.change == 0.0
+    refused = [each for each in others if "argument of exp" in each.text]
+    assert len(refused) == 2 and not any(each.is_recommended for each in refused)
+
+
+WEIGHTS = """
+import torch
+import torch.nn.functional as F
+
+def loss_of(x, w):
+    y = (x > 0).long()
+    counts = torch.bincount(y, minlength=2)
+    weights = torch.zeros(2)
+    weights[:] = (len(x) - counts) / (counts + 1e-8)
+    weights /= weights.min()
+    return F.cross_entropy(x[:, None] * w, y, weight=weights)
+"""
+
+
+def test_what_is_divided_by_its_own_minimum_of_0_keeps_its_gradient(tmp_path):
+    module, path = module_of(tmp_path, WEIGHTS)
+    x = torch.tensor([0.5, 1.0, 2.0])  # of one class, whose weight is 0
+    first = explained(module.loss_of, x).remedies[0]
+    assert first.is_right and not first.is_flat and not first.parts
+    cured = F.cross_entropy(x[:, None] * Holder().w, (x > 0).long())
+    assert first.loss == cured.item()
+    fixed, _ = module_of(tmp_path, edited(path, first))
+    assert fixed.loss_of(x, Holder().w) == cured
+
+
+SUMS = """
+def loss_of(x, w):
+    mean = x.sum(0) / len(x)
+    square = (x * x).sum(0)
+    deviation = (square / len(x) - mean * mean) ** 0.5
+    return ((x * w - mean) / deviation).square().mean()
+"""
+
+
+def test_no_difference_is_taken_of_a_wide_sum_and_one_that_is_rounded(tmp_path):
+    module, _ = module_of(tmp_path, SUMS)
+    torch.manual_seed(3)
+    x = torch.randn(30, 2)
+    x[:, 1] = -987 + 2e-4 * torch.randn(30)
+    remedies = explained(module.loss_of, x).remedies
+    wide = [each.text for each in remedies if each.in_float64]
+    assert wide == ["compute `x.sum(0)` and `x * x` in float64, up to line 6"]

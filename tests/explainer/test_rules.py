@@ -267,6 +267,9 @@ LABELS = "torch.full((3,), {}), weight={}"
 # Those for which a rule is not the one for these; by the rule's pattern and words.
 OTHERS = {
     ("y / x", "divide by a count of at least 1"): ("x.sum() / (x > 5).sum()", ONE * 0),
+    ("y / x", "clamp to at least EPS what is divided by its own minimum"): (
+        *("x / x.min()", ZERO),
+    ),
     **dict.fromkeys(
         [
             ("y / n", "divide by a count of at least 1"),

@@ -42,6 +42,7 @@ from .written import rule_edits, short_text
 
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
+_MOST_FAR = 2  # numbers that are tried where the true loss is known
 _NEAR = 3  # lines: a formula that is written over several; chosen, not measured
 INSTALLED = ", installed)"  # ends the words of a remedy of torch's own line
 _STAY = "stay with logarithms"
@@ -225,7 +226,9 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
             if failure.beyond_pole and rule.clamps:
                 continue
             share = largest if failed in own else 0.0
-            for trial, _ in trials_of(rule, failed, failure.calls, None, share):
+            forms = trials_of(rule, failed, failure.calls, None, share)
+            most = None if trials.truth is None else _MOST_FAR
+            for trial, _ in itertools.islice(forms, most):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()

@@ -129,6 +129,12 @@ def _is_by_sum(call: TorchCall) -> bool:
     return isinstance(by, Value) and by.call is not None and by.call.name == "sum"
 
 
+def _is_by_own_least(call: TorchCall) -> bool:
+    of, by = call.operands[:2]
+    made = by.call if isinstance(by, Value) else None
+    return made is not None and made.name in ("min", "amin") and of in made.inputs
+
+
 def _is_by_number(call: TorchCall) -> bool:
     return not isinstance(call.operands[1], Value)
 
@@ -290,6 +296,8 @@ GUARDS = _rules(
     ("y / x", "y / x.clamp(min=1)", "divide by a count of at least 1", _counts),
     ("y / n", "y / max(n, 1)", "divide by a count of at least 1", _is_by_count),
     ("y / n", "y / (n or 1)", "divide by 1 in place of 0", _is_by_number),
+    ("y / x", "y.clamp(min=EPS) / x.clamp(min=EPS)",
+     "clamp to at least EPS what is divided by its own minimum", _is_by_own_least),
     ("y / x", "y / where(x == 0, N, x)", _BY_SIZE),
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
     ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
@@ -414,7 +422,8 @@ _NUMBERS = {  # EPS, LEAST, SMALL, WIDE, JITTER, LOW
     torch.float16: (1e-4, 6e-5, 1e-2, 1e-3, 1e-3, -1e4),
 }
 _NAMES = ("EPS", "LEAST", "SMALL", "WIDE", "JITTER", "LOW", "N")
-# The largest arguments of exp, the mildest first; a loss of exp(80) is of no use.
+# The largest arguments of exp, the mildest first; a loss of exp(80) is of no use. The
+# third bounds what several exp in a row multiply, and is seldom near a true loss.
 _LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
 # The smallest divisors of scores: those of 10 stay in float16.
 _COLDEST = {torch.float16: (1e-2,)}
@@ -442,7 +451,7 @@ def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float
     if rule.text == _BY_SIZE:
         share = _SMALL_SHARE * largest
         return (10.0 ** math.floor(math.log10(share)),) if share else ()
-    return _LARGEST.get(call.dtype, (20, 5))
+    return _LARGEST.get(call.dtype, (20, 5, 2))
 
 
 def named_numbers(dtype: torch.dtype, chosen: float = 0.0) -> dict[str, float]:
