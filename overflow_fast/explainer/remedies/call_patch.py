@@ -263,8 +263,13 @@ def _is_of_sum(value: Value, depth: int = _MOST_BACK) -> bool:
     made = value.call
     if made is None or not depth:
         return False
-    is_sum = has(made.name, "linear") and has(made.name, "measure")
-    return is_sum or any(_is_of_sum(each, depth - 1) for each in made.inputs)
+    is_of_inputs = (_is_of_sum(each, depth - 1) for each in made.inputs)
+    return is_sum(made.name) or any(is_of_inputs)
+
+
+def is_sum(name: str) -> bool:
+    """True for a sum or a mean."""
+    return has(name, "linear") and has(name, "measure")
 
 
 def _is_below_rounding(difference: torch.Tensor, operand: torch.Tensor) -> bool:

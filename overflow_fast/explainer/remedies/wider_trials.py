@@ -20,7 +20,7 @@ from ...base.torch_ops import has
 from ...guard.report.remedy import Remedy
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InWider
+from .call_patch import CallPatch, InWider, is_sum
 from .edited_lines import remedy_in_words, remedy_of
 from .failure import Failure
 from .rule_attempts import calls_before
@@ -128,25 +128,28 @@ def _wider_trial(
     if table is None:
         return None
     own = [op for op in table.ops if op.custom or not op.in_backward]
-    bad = [op.torch_call for op in own if op.makes_bad]
-    more = {call.key for call in bad if call is not None} - keys
-    if not failure.found.is_overflow:
-        more.clear()  # what is undefined elsewhere needs no wider dtype
-    if more and len(keys) < _MOST_ROOTS:  # such as a divisor's: 1 / inf is finite
-        of_all = keys | more, failing, narrow, failure, trials, in_words
-        found = _wider_trial(*of_all)
-        if found is not None:
-            return found
     sizes: dict[TorchCall, float] = {}
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
+    full = _nearly_full(narrow, failing, sizes)
+    beside = [call for call in full if not was_wide(call) and is_sum(call.name)]
+    bad = [op.torch_call for op in own if op.makes_bad]
+    # Such as another sum, or a divisor's: 1 / inf is finite.
+    more = {call.key for call in (*bad, *beside) if call is not None} - keys
+    if not failure.found.is_overflow:
+        more.clear()  # what is undefined elsewhere needs no wider dtype
+    if more and len(keys) < _MOST_ROOTS:
+        of_all = keys | more, failing, narrow, failure, trials, in_words
+        found = _wider_trial(*of_all)
+        if found is not None:
+            return found
     if failing <= {call.key for call, size in sizes.items() if size == torch.inf}:
         return None  # such as what autocast casts again
     stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
     change = replace(change, stops=stops)  # and what autocast casts
     divisors = _divided_by(table.torch_calls, patches)
-    full = _nearly_full(change, failing, sizes)
+    full = [call for call in full if call.key not in stops]
     for wide in ([*divisors, *full], divisors):
         needed = {each.key for call in wide for each in (call, *calls_before(call))}
         ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
@@ -177,13 +180,13 @@ def _divided_by(
 
 
 def _nearly_full(
-    change: InWider, failing: set[Key], sizes: dict[TorchCall, float]
+    narrow: torch.dtype, failing: set[Key], sizes: dict[TorchCall, float]
 ) -> list[TorchCall]:
     """The calls of the function that failed whose results a longer batch overflows."""
     functions = [key[1][0][:3] for key in failing if key[1]]
-    largest, most = _SIZES[change.narrow][1], torch.finfo(change.narrow).max
+    largest, most = _SIZES[narrow][1], torch.finfo(narrow).max
     full = [call for call, size in sizes.items() if largest <= size < most]
-    own = [call for call in full if call.key not in change.stops and call.sites]
+    own = [call for call in full if call.sites]
     return [call for call in own if call.sites[0].key[:3] in functions]
 
 
