@@ -23,7 +23,7 @@ from ..guard.kept_calls.held_function import data_in
 from .ambient import with_autocast_of_now
 from .calls import Call, ModelCall
 from .captured import Captured
-from .loss_line import BLOCKS, UNNAMED, LossLine
+from .loss_line import BLOCKS, UNNAMED, LossLine, is_followed
 from .replay_check import SameStep, UncertainError
 from .running_code import (
     FORBIDDEN,
@@ -72,7 +72,7 @@ def _picked(statements: Sequence[Any], wanted: set[str], own: Any) -> list[Any]:
             continue
         reads = {name for part in parts for name in names_in(part, ast.Load)}
         wanted |= {
-            name for name in reads if _is_followed(own(name)) or _is_bad(own(name))
+            name for name in reads if is_followed(own(name)) or _is_bad(own(name))
         }
     return found[::-1]
 
@@ -80,7 +80,7 @@ def _picked(statements: Sequence[Any], wanted: set[str], own: Any) -> list[Any]:
 def _only_gives(each: ast.stmt, wanted: set[str], own: Any) -> bool:
     """True for an assignment of bad values alone that are computed of no tensors."""
     if any(
-        _is_followed(own(n)) or not _is_bad(own(n)) for n in writes_of(each) & wanted
+        is_followed(own(n)) or not _is_bad(own(n)) for n in writes_of(each) & wanted
     ):
         return False
     reads = names_in(each, ast.Load) - targets_of(each)
@@ -89,11 +89,6 @@ def _only_gives(each: ast.stmt, wanted: set[str], own: Any) -> bool:
 
 def _with(block: Any, body: list[Any]) -> Any:
     return ast.copy_location(type(block)(items=block.items, body=body), block)
-
-
-def _is_followed(value: Any) -> bool:
-    """True for tensors that autograd has computed, and data that holds some."""
-    return any(each.grad_fn is not None for _, each in data_in(value))
 
 
 def _is_bad(value: Any) -> bool:
@@ -184,7 +179,7 @@ class LossCall:
     ) -> None:
         self._loss: Any = line.variables.get(line.name) if line.is_held else None
         self._forwards = [each for each in calls if isinstance(each, ModelCall)]
-        is_gone = line.is_held and not _is_followed(self._loss)
+        is_gone = line.is_held and not is_followed(self._loss)
         if is_gone or len(self._forwards) != len(calls):
             raise UncertainError("the loss is not held, or another function was kept")
         body = _statements_of(line)
