@@ -6,7 +6,8 @@ Which statements these are is a guess, by the names that they write and read. Wh
 they are the step is not reasoned about, but seen: they give the models the same inputs
 in the same random states, and come to the same loss by the same graph. Of a loss that
 no variable holds, as in `loss_of(output).backward()`, the gradients that the models'
-modules are given are the same instead. Else they count for nothing.
+modules are given are the same instead. Else they count for nothing. What they draw
+before a forward is drawn again, in random states as far before those that were kept.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .calls import Call, ModelCall
 from .captured import Captured
 from .loss_line import BLOCKS, UNNAMED, LossLine, is_followed
 from .replay_check import SameStep, UncertainError
+from .rewound import rewound
 from .running_code import (
     FORBIDDEN,
     FUNCTIONS,
@@ -200,6 +202,16 @@ class LossCall:
         call.seconds = max((each.seconds for each in self._forwards), default=0.0)
         self.calls: list[Call] = [*self._forwards[:num_before], call]
         self.check = SameStep(call, forwards, self._loss)
+
+    def rewind(self) -> bool:
+        """Begins before what the lines draw for a forward; False if it is not that."""
+        call, check, then = self.calls[-1], self.check, self.check.at_first
+        if check.is_given_alike or not check.has_same_graph or then is None:
+            return False
+        if not call.ambient.random.others_in(then):
+            return False
+        call.ambient.random = rewound(call.ambient.random, then)
+        return True
 
     def leave_out(self, num_made: int) -> bool:
         """Keeps forwards that the lines do not make before them; False if none is."""
