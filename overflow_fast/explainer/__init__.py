@@ -32,8 +32,8 @@
 9. `remedies/` tries changes: of a `Failure`, which is the explanation with all that was
    measured, `attempts.py` makes `Trial`s, and `trials.py` a `Remedy` of each.
 10. Where the calls leave it open, `views.py` explains the step by other ones: with the
-    program's own lines (`loss_call.py`, `gradient_lines.py`), or by the forwards
-    alone.
+    program's own lines (`loss_call.py`, whose random states are `rewound.py`'s;
+    `gradient_lines.py`), or by the forwards alone.
 11. The `Explanation` (`guard/report/explanation.py`) is data: cause, operation, reason,
     sample, remedies. The report has the words: `gist.py` and a row of `causes.py` the
     first line, `answer.py` the rows below, `op_words.py` an operation, `notes.py` what

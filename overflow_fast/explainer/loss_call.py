@@ -6,7 +6,8 @@ Which statements these are is a guess, by the names that they write and read. Wh
 they are the step is not reasoned about, but seen: they give the models the same inputs
 in the same random states, and come to the same loss by the same graph. Of a loss that
 no variable holds, as in `loss_of(output).backward()`, the gradients that the models'
-modules are given are the same instead. Else they count for nothing.
+modules are given are the same instead. Else they count for nothing. What they draw
+before a forward is drawn again, in random states as far before those that were kept.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from ..guard.kept_calls.held_function import data_in
 from .ambient import with_autocast_of_now
 from .calls import Call, ModelCall
 from .captured import Captured
-from .loss_line import BLOCKS, UNNAMED, LossLine
+from .loss_line import BLOCKS, UNNAMED, LossLine, is_followed
 from .replay_check import SameStep, UncertainError
+from .rewound import rewound
 from .running_code import (
     FORBIDDEN,
     FUNCTIONS,
@@ -72,7 +74,7 @@ def _picked(statements: Sequence[Any], wanted: set[str], own: Any) -> list[Any]:
             continue
         reads = {name for part in parts for name in names_in(part, ast.Load)}
         wanted |= {
-            name for name in reads if _is_followed(own(name)) or _is_bad(own(name))
+            name for name in reads if is_followed(own(name)) or _is_bad(own(name))
         }
     return found[::-1]
 
@@ -80,7 +82,7 @@ def _picked(statements: Sequence[Any], wanted: set[str], own: Any) -> list[Any]:
 def _only_gives(each: ast.stmt, wanted: set[str], own: Any) -> bool:
     """True for an assignment of bad values alone that are computed of no tensors."""
     if any(
-        _is_followed(own(n)) or not _is_bad(own(n)) for n in writes_of(each) & wanted
+        is_followed(own(n)) or not _is_bad(own(n)) for n in writes_of(each) & wanted
     ):
         return False
     reads = names_in(each, ast.Load) - targets_of(each)
@@ -89,11 +91,6 @@ def _only_gives(each: ast.stmt, wanted: set[str], own: Any) -> bool:
 
 def _with(block: Any, body: list[Any]) -> Any:
     return ast.copy_location(type(block)(items=block.items, body=body), block)
-
-
-def _is_followed(value: Any) -> bool:
-    """True for tensors that autograd has computed, and data that holds some."""
-    return any(each.grad_fn is not None for _, each in data_in(value))
 
 
 def _is_bad(value: Any) -> bool:
@@ -184,7 +181,7 @@ class LossCall:
     ) -> None:
         self._loss: Any = line.variables.get(line.name) if line.is_held else None
         self._forwards = [each for each in calls if isinstance(each, ModelCall)]
-        is_gone = line.is_held and not _is_followed(self._loss)
+        is_gone = line.is_held and not is_followed(self._loss)
         if is_gone or len(self._forwards) != len(calls):
             raise UncertainError("the loss is not held, or another function was kept")
         body = _statements_of(line)
@@ -205,6 +202,16 @@ class LossCall:
         call.seconds = max((each.seconds for each in self._forwards), default=0.0)
         self.calls: list[Call] = [*self._forwards[:num_before], call]
         self.check = SameStep(call, forwards, self._loss)
+
+    def rewind(self) -> bool:
+        """Begins before what the lines draw for a forward; False if it is not that."""
+        call, check, then = self.calls[-1], self.check, self.check.at_first
+        if check.is_given_alike or not check.has_same_graph or then is None:
+            return False
+        if not call.ambient.random.others_in(then):
+            return False
+        call.ambient.random = rewound(call.ambient.random, then)
+        return True
 
     def leave_out(self, num_made: int) -> bool:
         """Keeps forwards that the lines do not make before them; False if none is."""

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 from torch import nn
 
 from ..base.modules import modules_in
+from ..guard.kept_calls import held_function
 from .running_code import (
     BACKWARDS,
     is_within,
@@ -146,16 +147,37 @@ def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
     called = [n.func for n in ast.walk(assigned.value) if isinstance(n, ast.Call)]
     around = {**line.frame.f_globals, **line.variables}
     values = [_value(each, around) for each in called]
+    names = names_in(assigned.value, ast.Load)
+    if not any(is_followed(around.get(each)) for each in names):  # else it was called
+        values += [v for each in called for v in _read_in(each, around)]
     held = {e for v in values if isinstance(v, nn.Module) for e in modules_in(v)}
     form = _DIRECT if held & set(models) else _INDIRECT
     place = Site(line.frame.f_code, assigned.lineno, 0).text
     return form.format(name=line.name, code=code, place=place)
 
 
+def is_followed(value: Any) -> bool:
+    """True for tensors that autograd has computed, and data that holds some."""
+    return any(each.grad_fn is not None for _, each in held_function.data_in(value))
+
+
+def _read_in(called: ast.AST, around: Mapping[str, Any]) -> Iterator[Any]:
+    """The values that a called function's code has names for, without arguments."""
+    function = _value(called, around)
+    if isinstance(function, FunctionType):
+        yield from dict(held_function.variables_of(function)).values()
+        if isinstance(called, ast.Attribute):  # a method: what its object has
+            owner = _value(called.value, around)
+            yield from (_attribute(owner, n) for n in function.__code__.co_names)
+
+
 def _value(node: ast.AST, around: Mapping[str, Any]) -> Any:
     """The value of `a.b.c`, without running code of the program."""
     if isinstance(node, ast.Attribute):
-        of = _value(node.value, around)
-        own = getattr(of, "__dict__", {}).get("_modules", {})
-        return own.get(node.attr) or inspect.getattr_static(of, node.attr, None)
+        return _attribute(_value(node.value, around), node.attr)
     return around.get(node.id) if isinstance(node, ast.Name) else None
+
+
+def _attribute(of: Any, name: str) -> Any:
+    own = getattr(of, "__dict__", {}).get("_modules", {})
+    return own.get(name) or inspect.getattr_static(of, name, None)

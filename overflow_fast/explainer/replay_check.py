@@ -26,6 +26,7 @@ from ..base.types import TensorPath
 from ..guard.record.columns import unpacked
 from ..guard.record.record_lines import EXTREMES
 from ..guard.report.gist import told_apart
+from ..guard.undo.random import RandomStates
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.entry_headroom import path_of
 from ..guard.watching.watch import ModelWatch
@@ -208,6 +209,7 @@ class SameStep(Observer):
         has_same_graph: The loss was computed by the same operations of autograd, or
             that of the step is not held.
         has_same_loss: The loss is the same.
+        at_first: The random states at the first forward; None if there was none.
     """
 
     def __init__(
@@ -220,6 +222,7 @@ class SameStep(Observer):
         self.num_forwards = self._depth = 0
         self.is_given_alike = True
         self.has_same_graph = self.has_same_loss = False
+        self.at_first: RandomStates | None = None
 
     @contextlib.contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -246,6 +249,8 @@ class SameStep(Observer):
             self.is_given_alike = False
             return
         kept = self._forwards[self.num_forwards - 1]
+        if self.num_forwards == 1:
+            self.at_first = kept.ambient.random.of_now()
         with no_dispatch():
             now, then = (
                 tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)

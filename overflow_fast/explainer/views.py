@@ -82,6 +82,8 @@ def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     is_same = _is_same(step, loss_call)
     if not is_same and loss_call.leave_out(loss_call.check.num_forwards):
         is_same = _is_same(step, loss_call)
+    if not is_same and loss_call.rewind():
+        is_same = _is_same(step, loss_call)
     if not is_same:
         return None
     view = replace(step, calls=loss_call.calls)

@@ -109,6 +109,32 @@ class Training:
         torch.log(self.model(x) * 0).mean().backward()
         self.optimizer.step()
 
+    def of_a_method(self, x):
+        loss = self.loss_of(x)
+        loss.backward()
+        self.optimizer.step()
+
+    def loss_of(self, x):
+        return torch.log(self.model(x) * 0).mean()
+
+    def of_a_function(self, x):
+        def compute_loss(x):
+            return torch.log(model(x) * 0).mean()
+
+        model = self.model
+        loss = compute_loss(x)
+        loss.backward()
+        self.optimizer.step()
+
+    def of_a_method_that_is_given_the_output(self, x):
+        output = self.model(x)
+        loss = self.with_a_penalty(output)
+        loss.backward()
+        self.optimizer.step()
+
+    def with_a_penalty(self, output):
+        return torch.log(output * 0).mean() + self.model.weight.norm()
+
 
 CODE = "torch.log(self.model(x) * 0).mean()"
 SAID = {
@@ -126,6 +152,19 @@ SAID = {
     ),
     "under_a_context": (
         f"Write it as `loss = guard.run(lambda: {CODE})` (test_loss_line.py:76)."
+    ),
+    "of_a_method": (
+        "Write it as `loss = guard.run(lambda: self.loss_of(x))` "
+        "(test_loss_line.py:113)."
+    ),
+    "of_a_function": (
+        "Write it as `loss = guard.run(lambda: compute_loss(x))` "
+        "(test_loss_line.py:125)."
+    ),
+    "of_a_method_that_is_given_the_output": (
+        "The loss is computed at test_loss_line.py:131: `loss = "
+        "self.with_a_penalty(output)`. Call the model and that line in one function, "
+        "and that by `loss = guard.run(function)`."
     ),
 }
 NONE_IS_KNOWN = [

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import random
 import runpy
 import weakref
 
@@ -366,18 +367,58 @@ def test_targets_that_the_loop_was_given():
     assert found.sample == 1
 
 
+@pytest.mark.parametrize("count", [2, 16, 5000])
+def test_what_is_drawn_before_the_model(count):
+    """A diffusion's target: one is 0 by the noise that was drawn in the step."""
+
+    def way(t, x):
+        torch.rand(600)
+        loss = drawn(t, x)
+        loss.backward()
+        t.optimizer.step()
+
+    def drawn(t, x):
+        noise = torch.rand(4, count)
+        noises.append(noise)
+        scale = noise[:, 0] - noises[0][:, 0].min()
+        return (t.model(x + noise[:, :2] * 0.01)[:, 2] / scale).mean()
+
+    noises = []
+    found = report_of(way)
+    assert (found.phase, found.op.name) == ("forward", "aten.div.Tensor")
+    assert (
+        found.op.code
+        == "return (t.model(x + noise[:, :2] * 0.01)[:, 2] / scale).mean()"
+    )
+    assert torch.equal(noises[0], noises[-1])
+
+
 # Lines that are not certain to be what ran.
 
 
-def drawn_before_the_model(t, x):
-    loss = drawn(t, x)
+def drawn_as_often_as_needed(t, x):
+    loss = drawn_until_done(t, x)
     loss.backward()
     t.optimizer.step()
 
 
-def drawn(t, x):
-    noise = torch.rand(4)
-    return (t.model(x)[:, 0] / (noise - noise)).mean()
+def drawn_until_done(t, x):
+    """What follows many draws other than in the step may need few of them."""
+    t.num_drawn = 0
+    while torch.rand(()) < 0.999:
+        t.num_drawn += 1
+    return t.negative_logarithm(t.model(x))
+
+
+def drawn_by_python(t, x):
+    loss = drawn_of_python(t, x)
+    loss.backward()
+    t.optimizer.step()
+
+
+def drawn_of_python(t, x):
+    factor = random.random()
+    return t.negative_logarithm(t.model(x)) * factor
 
 
 def rebound(t, x):
@@ -493,7 +534,15 @@ def take_of(t, batches):
 
 
 UNCERTAIN = [
-    *(drawn_before_the_model, rebound, written_since, filled_since, counted, left),
+    *(
+        drawn_as_often_as_needed,
+        drawn_by_python,
+        rebound,
+        written_since,
+        filled_since,
+        counted,
+        left,
+    ),
     *(with_a_step, read_of_an_iterator, taken, shared, attribute_since, other_by_now),
 ]
 

@@ -84,9 +84,17 @@ class RandomStates:
 
         Of one that was not there, as before the import of NumPy, nothing is known.
         """
-        now = RandomStates(map(torch.device, self._devices())).states
-        before = self.states
+        return self.others_in(self.of_now())
+
+    def others_in(self, later: RandomStates) -> list[str]:
+        """The names of the generators that have another state in later ones."""
+        now, before = later.states, self.states
         return [n for n in before if n in now and not is_same_state(before[n], now[n])]
+
+    def of_now(self) -> RandomStates:
+        """The states of the same generators at this moment."""
+        names = [n for n in self.states if n not in ("cpu", "python", "numpy")]
+        return RandomStates(map(torch.device, names))
 
     def digests(self) -> dict[str, str]:
         """A short digest of each state, by the generator's name."""
@@ -94,9 +102,6 @@ class RandomStates:
             name: hashlib.sha256(repr(plain_state(state)).encode()).hexdigest()[:16]
             for name, state in self.states.items()
         }
-
-    def _devices(self) -> list[str]:
-        return [name for name in self.states if name not in ("cpu", "python", "numpy")]
 
 
 def _set_torchs(device: str, state: torch.Tensor) -> None:
