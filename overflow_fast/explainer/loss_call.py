@@ -24,7 +24,7 @@ from ..guard.kept_calls.held_function import data_in
 from .ambient import with_autocast_of_now
 from .calls import Call, ModelCall
 from .captured import Captured
-from .loss_line import BLOCKS, UNNAMED, LossLine, is_followed
+from .loss_line import BLOCKS, LOOPS, UNNAMED, LossLine, is_followed
 from .replay_check import SameStep, UncertainError
 from .rewound import rewound
 from .running_code import (
@@ -39,7 +39,7 @@ from .syntax import code_of, module_of
 from .tensor_kinds import floats_in, kinds_of
 from .users_lines import Site, note_made_of_lines
 
-_REPEATED = (ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+_REPEATED = (*LOOPS, ast.ExceptHandler, ast.match_case)
 
 
 def _blocks_to(around: ast.AST, of: ast.expr) -> list[tuple[Any, list[Any], int]]:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..base.modules import modules_in
@@ -24,9 +26,11 @@ from .running_code import (
     running_code,
     targets_of,
     variables_of,
+    writes_of,
 )
 from .users_lines import Site
 
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 UNNAMED = "the_loss"  # a variable for a loss that has none
 _MOST_CODE = 200  # characters of a line that advice writes out
@@ -134,6 +138,37 @@ def _given_in(around: ast.AST, frame: FrameType, loss: Any) -> ast.Name | None:
                 if isinstance(name, ast.Name) and held.get(name.id) is loss:
                     return name
     return None
+
+
+def loss_at_hand() -> torch.Tensor | None:
+    """The loss that the running code has called backward on, or None if it may not be.
+
+    It may not be where another loss of the same function may have been the last, the
+    variable was written to since, or a loop is in another turn than the backward.
+    """
+    line = find_loss_line()
+    if line is None or line.others or not line.is_held:
+        return None
+    frame, loss = line.frame, line.variables.get(line.name)
+    if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
+        return None
+    since = range(line.backward.lineno + 1, frame.f_lineno + 1)
+    own = [n for n in own_nodes(line.around) if isinstance(n, ast.stmt)]
+    written = [n for n in own if n.lineno in since and line.name in writes_of(n, ())]
+    code = itertools.takewhile(lambda each: each[0] is not frame, running_code())
+    loops = [n for inner, _, around in code for n in _loops_at(inner, around)]
+    loops += [
+        loop
+        for loop in _loops_at(frame, line.around)
+        if not any(each is line.backward for each in ast.walk(loop))
+    ]
+    return None if written or loops else loss
+
+
+def _loops_at(frame: FrameType, around: ast.AST) -> list[ast.AST]:
+    """The loops that a frame is in."""
+    loops = (n for n in own_nodes(around) if isinstance(n, LOOPS))
+    return [each for each in loops if is_within(frame.f_lineno, each)]
 
 
 def advice(line: LossLine, models: Sequence[nn.Module]) -> str:

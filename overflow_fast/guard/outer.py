@@ -12,6 +12,7 @@ from typing import Any
 _PACKAGE = __package__.partition(".")[0]
 _PLACES = {
     "explainer": "explainer.step_explainer:StepExplainer",
+    "loss": "explainer.loss_line:loss_at_hand",
     "update": "explainer.optimizer_step:explain_seen_update",
     "self_test": "tools.selftest:SelfTest",
     "guard_page": "tools.page.guard_page:write_guard_page",

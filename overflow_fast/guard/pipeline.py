@@ -62,6 +62,7 @@ from .step_clock import StepClock
 from .undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
+from .unseen_loss import UnseenLoss
 from .verdict.bad_frames import take_evaluated
 from .verdict.rules import Rules
 from .watching.evaluation import Evaluation
@@ -132,6 +133,7 @@ class Pipeline:
         seen = watches, rules, clock, measurements, isolation
         self.collector = Collector(config, *seen)
         self.tensors = self.collector.tensors
+        self._unseen_loss = UnseenLoss(self.collector)
         archive = Archive(config, watches, measurements)
         self.ledger = Ledger(config, hooks, archive, isolation, measurements)
         self.rounds = self.ledger.rounds
@@ -529,13 +531,15 @@ class Pipeline:
     def _leave_to_scaler(
         self, unit: Unit, hook: OptimizerHook, has_batch: bool
     ) -> None:
-        """Leaves to a GradScaler what it handles; asks monitors if nothing is left."""
+        """Leaves to a GradScaler what it handles; looks further if nothing is left."""
         if unit.scaler is not None:
             unit.frames, unit.skipped_by = without_expected(
                 *(unit.frames, unit.scaler),
                 lambda scaler: will_skip(scaler, hook.optimizer),
             )
         self._leave_out_masks(unit)
+        if not unit.frames and has_batch and not self._lagged.holds(hook):
+            unit.frames = self._unseen_loss.look(unit)
         if hook.is_skipped_elsewhere:
             unit.skipped_by = "other guard"
         if not unit.frames and has_batch:
@@ -565,6 +569,8 @@ class Pipeline:
             if scaler.get_scale() > 1:
                 unit.frames = without_gradients(unit.frames)
             self._leave_out_masks(unit)
+            if not unit.frames:
+                unit.frames = self._unseen_loss.look(unit)
             self.judge.judge(unit)
         finally:
             collector.end()

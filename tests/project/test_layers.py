@@ -34,6 +34,7 @@ FACE = ("__init__", "__main__")
 # What the guard's layer calls of outer ones: all of it stands in guard/outer.py.
 OUTER = {
     "explainer.step_explainer:StepExplainer",
+    "explainer.loss_line:loss_at_hand",
     "explainer.optimizer_step:explain_seen_update",
     "tools.selftest:SelfTest",
     "tools.page.guard_page:write_guard_page",

@@ -69,6 +69,11 @@ def unknown_scale_notes(
     ]
 
 
+def is_scalers(skipped_by: str) -> bool:
+    """True if what has skipped a step is a loss scaler."""
+    return skipped_by in (SCALER, ENGINES_SCALER)
+
+
 def without_gradients(frames: Sequence[BadFrame]) -> list[BadFrame]:
     """The frames that hold no gradient."""
     return [bad for bad in frames if not bad.is_gradient]

@@ -122,6 +122,15 @@ class JudgedTensors:
         if self._wanted.gradients:
             self._scan_gradients(None, self._listed(), (), ())
 
+    def are_gradients_zero(self) -> bool:
+        """True if the last scan had gradients, and found no finite number but 0.
+
+        Once its stats have arrived. Those that a norm of clipping stands for were not
+        read. Does not incur a CPU-GPU sync.
+        """
+        is_zero = not any(each.recorder.largest_gradient for each in self._watches)
+        return is_zero and self.num_gradients > 0
+
     def scan_update(
         self, optimizer: Optimizer, has_state: bool = True
     ) -> dict[str, torch.Tensor]:
