@@ -203,6 +203,7 @@ def test_where_no_loss_is_certain_to_be_nan_there_is_none(way):
     "options",
     [
         {"watch": ("activations", "grad_outputs", "gradients")},
+        {"watch": ("activations", "grad_outputs", "loss")},
         {"watch": "tripwire"},
         {"allow": {":recorded.loss": "nan"}},
         {"sync": "lagged"},
