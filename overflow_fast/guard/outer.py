@@ -1,7 +1,8 @@
 """The table of outer layers' names that a guard calls, imported at the first call.
 
-A guard that is left on for a month loads none of it while its steps are clean. This
-table is all that the guard's layer, and those within it, know of the outer ones.
+A guard that is left on for a month loads none of it while its steps are clean, but for
+what finds the loss where all gradients are 0. This table is all that the guard's layer,
+and those within it, know of the outer ones.
 """
 
 from __future__ import annotations

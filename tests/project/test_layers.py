@@ -150,6 +150,7 @@ CODE = """
 import contextlib, io, json, logging, os, sys
 import torch
 logging.disable(logging.CRITICAL)
+torch.manual_seed(0)  # with gradients that are not all 0
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
 x = torch.ones(2, 4)
 optimizer = torch.optim.AdamW(model.parameters()) if {has_optimizer} else None
