@@ -6,6 +6,7 @@ It is found by the names that are written in the running code. Calls none of it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -155,8 +156,9 @@ def loss_at_hand() -> torch.Tensor | None:
     since = range(line.backward.lineno + 1, frame.f_lineno + 1)
     own = [n for n in own_nodes(line.around) if isinstance(n, ast.stmt)]
     written = [n for n in own if n.lineno in since and line.name in writes_of(n, ())]
-    code = itertools.takewhile(lambda each: each[0] is not frame, running_code())
-    loops = [n for inner, _, around in code for n in _loops_at(inner, around)]
+    with contextlib.closing(running_code()) as code:  # else its frames hold this one
+        within = itertools.takewhile(lambda each: each[0] is not frame, code)
+        loops = [n for inner, _, around in within for n in _loops_at(inner, around)]
     loops += [
         loop
         for loop in _loops_at(frame, line.around)

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator, Iterator
 from types import FrameType
 from typing import Any
 
@@ -24,7 +24,7 @@ _MOST_FRAMES = 64  # chosen, not measured
 _OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 
 
-def running_code() -> Iterator[tuple[FrameType, str, ast.AST]]:
+def running_code() -> Generator[tuple[FrameType, str, ast.AST], None, None]:
     """Yields the program's frames, innermost first, with file's text and function."""
     for frame in stack()[:_MOST_FRAMES]:
         if is_of_program(frame.f_code.co_filename):

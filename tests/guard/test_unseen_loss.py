@@ -1,5 +1,8 @@
 """A loss that nobody has given, in steps whose gradients do not tell of it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -238,6 +241,24 @@ def test_nothing_is_looked_for_in_other_steps(monkeypatch):
     t.optimizer.zero_grad()
     weighed_by_0(t, SOME)
     assert looks == [1]
+
+
+def test_nothing_of_the_step_is_held_by_the_look():
+    t, held = Training(), []
+
+    def step():
+        loss = F.cross_entropy(t.model(t.x), SOME) * 0
+        held.append(weakref.ref(loss))
+        loss.backward()
+        t.optimizer.step()
+
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_is_judged_where_it_cannot_be_looked_for(monkeypatch):
