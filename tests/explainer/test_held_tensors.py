@@ -137,11 +137,14 @@ def test_state_that_the_step_itself_may_have_left_is_no_bad_weight(as_kept):
 
 
 class MakesOnce(Assembled):
-    """Makes an attribute that is not finite, where it is to and has none."""
+    """Makes an attribute that is not finite, where it is to and has none.
+
+    Its code does not show that: what it does is kept in each step.
+    """
 
     def forward(self, x, makes):
         if makes and not hasattr(self, "codebook"):
-            self.codebook = torch.log(-x.detach()[0].abs())
+            vars(self)["codebook"] = torch.log(-x.detach()[0].abs())
         return self.head(x + getattr(self, "codebook", 0.0)).mean()
 
 
@@ -274,10 +277,10 @@ def test_a_weight_that_stood_in_for_the_model_s_is_no_fault(as_kept):
 
 
 class Spoils(Assembled):
-    """Writes to its own weight."""
+    """Writes to its own weight, which its code does not show."""
 
     def forward(self, x):
-        self.head.weight.data.mul_(NAN)
+        self.head.weight.detach().mul_(NAN)
         return self.head(x)
 
 
