@@ -30,7 +30,7 @@ _RISEN = (
 )
 _BELOW = (
     "load an older checkpoint, and keep the learning rate above 0, below which updates "
-    "raise the loss: look at the schedule that sets it"
+    "go up the gradient: look at the schedule that sets it"
 )
 
 
@@ -83,17 +83,18 @@ def _settings(
     step: BadStep, weight: torch.Tensor, sizes: Sequence[float]
 ) -> tuple[str, list[str], str]:
     """The learning rates that a weight grew at, evidence of betas, and advice."""
-    last, name = list[Mapping[str, Any]](), ""
+    last, name, flags = list[Mapping[str, Any]](), "", dict[str, Any]()
     for each in step.optimizers:
         place = group_of(each, weight)
         if place is not None:
             last, name = step.last_steps.settings(each, place), type(each).__name__
+            flags = each.param_groups[place]
     rates = [each["lr"] for each in last if type(each.get("lr")) is float]
     if not rates or len(rates) < len(last):
         return "", [], ""
     first, rate = rates[0], rates[-1]
     num_below = sum(each < 0 for each in rates)
-    if rate < 0:
+    if rate < 0 and not flags.get("maximize"):  # which goes up the gradient above 0
         steps = f"{num_below} of the last {len(rates)} steps"
         return f", with a learning rate below 0 in {steps} ({rate:.3g})", [], _BELOW
     if first < rate and rates == sorted(rates):
@@ -104,6 +105,7 @@ def _settings(
     betas: Sequence[float] = last[-1].get("betas", ()) if "Adam" in name else ()
     updates = [abs(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
     is_open = len(betas) == 2 and betas[0] ** 2 > betas[1] and step.past.between == 1
+    is_open &= not flags.get("amsgrad")  # whose divisor never falls
     if is_open and len(updates) > 1 and FIRST_TO_GROW.is_passed(updates[-1], 1.0):
         last_one = f", in the last one by {updates[-1]:.3g} times the learning rate"
         evidence = _NO_BOUND.format(max(updates[:-1]), *betas)

@@ -104,51 +104,61 @@ def test_a_weight_that_has_grown_is_told_by_what_it_was_itself():
     guard.remove()
 
 
-def test_a_learning_rate_below_0_is_told_and_nobody_is_to_lower_it():
+def error_of(rate, factor, told, **settings):
+    """The error of a line trained by SGD at a rate that a schedule multiplies."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    decay = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 - step)
-    guard = OverflowGuard(model, optimizer)
-    told = r"a learning rate below 0 in [^$]*keep the learning rate above 0"
-    with pytest.raises(NonFiniteError, match=told) as raised:
-        for _ in range(100):
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, **settings)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    sign = -1 if settings.get("maximize") else 1
+
+    def loss(x):
+        return sign * (model(x)[:, 0] - x.sum(1)).pow(2).mean()
+
+    with (
+        OverflowGuard(model, optimizer) as guard,
+        pytest.raises(NonFiniteError, match=told) as raised,
+    ):
+        for _ in range(200):
             x = torch.randn(8, 4)
-            guard.run(lambda x=x: (model(x)[:, 0] - x.sum(1)).pow(2).mean()).backward()
+            guard.run(lambda x=x: loss(x)).backward()
             optimizer.step()
-            decay.step()
+            schedule.step()
             optimizer.zero_grad()
-    assert "lower" not in str(raised.value)
-    guard.remove()
+    return str(raised.value)
+
+
+def test_a_learning_rate_below_0_is_told_and_nobody_is_to_lower_it():
+    told = r"a learning rate below 0 in [^$]*keep the learning rate above 0"
+    assert "lower" not in error_of(1.0, lambda step: 0.1 - step, told)
+
+
+def test_a_learning_rate_below_0_of_what_is_maximized_is_no_reason():
+    """It goes down the loss; the rate is too large."""
+    text = error_of(10.0, lambda step: -1.0, "Divergence", maximize=True)
+    assert "below 0" not in text and "above 0" not in text
 
 
 def test_a_learning_rate_that_has_risen_is_told():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
-    warm_up = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step + 1)
-    guard = OverflowGuard(model, optimizer)
-    with pytest.raises(NonFiniteError, match=r"rose from 2 to [^$]*rise less"):
-        for _ in range(200):
-            x = torch.randn(8, 4)
-            guard.run(lambda x=x: (model(x)[:, 0] - x.sum(1)).pow(2).mean()).backward()
-            optimizer.step()
-            warm_up.step()
-            optimizer.zero_grad()
-    guard.remove()
+    error_of(2.0, lambda step: step + 1, r"rose from 2 to [^$]*rise less")
 
 
 @pytest.mark.parametrize(
-    ("beta2", "told"),
+    ("beta2", "amsgrad", "told"),
     [
-        (0.01, r"in the last one by .* times the learning rate 0\.1\.[^$]*set beta2"),
-        (0.999, r"at a learning rate of 0\.1\.[^$]*lower the learning rate"),
+        (
+            *(0.01, False),
+            r"in the last one by .* times the learning rate 0\.1\.[^$]*set beta2",
+        ),
+        (0.999, False, r"at a learning rate of 0\.1\.[^$]*lower the learning rate"),
+        (0.01, True, r"at a learning rate of 0\.1\.[^$]*lower the learning rate"),
     ],
 )
-def test_an_update_that_betas_leave_without_bound_is_told(beta2, told):
+def test_an_update_that_betas_leave_without_bound_is_told(beta2, amsgrad, told):
     """The gradient falls, and Adam's divisor falls faster; or other code writes."""
     model = nn.ParameterDict({"w": torch.full([1], 0.1)})
-    optimizer = torch.optim.Adam(model.parameters(), 0.1, (0.9, beta2))
+    settings = {"betas": (0.9, beta2), "amsgrad": amsgrad}
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, **settings)
     guard = OverflowGuard(model, optimizer)
 
     def loss(slope):
@@ -159,7 +169,7 @@ def test_an_update_that_betas_leave_without_bound_is_told(beta2, told):
             guard.run(lambda step=step: loss(1.0 if step < 9 else 1e-5)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if beta2 == 0.999 and step == 12:
+            if "lower" in told and step == 12:
                 model["w"].data.mul_(1e3)
     guard.remove()
 
