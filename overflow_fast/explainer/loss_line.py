@@ -91,10 +91,14 @@ class LossLine:
         return set(map(ast.dump, losses_in(self.around))) - {ast.dump(self.backward)}
 
     @property
+    def statements(self) -> list[ast.stmt]:
+        """Those of the function, without those of functions within."""
+        return [n for n in own_nodes(self.around) if isinstance(n, ast.stmt)]
+
+    @property
     def assignments(self) -> list[Any]:
-        """The statements that assign to it, without those of functions within."""
-        own = [n for n in own_nodes(self.around) if isinstance(n, ast.stmt)]
-        return [each for each in own if self.name in targets_of(each)]
+        """The statements that assign to it."""
+        return [each for each in self.statements if self.name in targets_of(each)]
 
     @property
     def assignment(self) -> ast.Assign | None:
@@ -154,8 +158,8 @@ def loss_at_hand() -> torch.Tensor | None:
     if not isinstance(loss, torch.Tensor) or loss.grad_fn is None:
         return None
     since = range(line.backward.lineno + 1, frame.f_lineno + 1)
-    own = [n for n in own_nodes(line.around) if isinstance(n, ast.stmt)]
-    written = [n for n in own if n.lineno in since and line.name in writes_of(n, ())]
+    later = [each for each in line.statements if each.lineno in since]
+    written = [each for each in later if line.name in writes_of(each, ())]
     with contextlib.closing(running_code()) as code:  # else its frames hold this one
         within = itertools.takewhile(lambda each: each[0] is not frame, code)
         loops = [n for inner, _, around in within for n in _loops_at(inner, around)]

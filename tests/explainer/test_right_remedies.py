@@ -613,32 +613,29 @@ def test_what_is_far_below_0_is_clamped_and_nothing_is_added(as_kept):
     as_kept(found.remedies[0].text)
 
 
-def test_a_call_that_divides_by_something_else_is_no_twin(tmp_path):
-    """The number of what is left of a ratio's parts, whose own divisors are not 0."""
-    module, _ = module_of(
-        tmp_path,
-        "import torch\ndef loss_of(x, w):\n    rank = torch.arange(2.0, 4.0)\n"
-        "    gain = (x * w / rank.log2()).sum(1)\n"
-        "    best = (x / rank.log2()).sum(1)\n    return (gain / best).mean()\n",
-    )
-    first = explained(module.loss_of, torch.tensor([[1.0, 2.0], [0.0, 0.0]])).remedies[
-        0
-    ]
-    assert first.line == first.last_line == 6 and first.code.count("where") == 1
-
-
-def test_a_divisor_that_the_code_keeps_from_0_is_no_twin(tmp_path):
-    """Both are sums to which a number is added, which is 0 in one."""
-    module, _ = module_of(
-        tmp_path,
-        "import torch\ndef loss_of(x, w):\n    a = x * w\n"
-        "    b = a / (a + a + 0)\n    c = a / (a + a + 1e-6)\n"
-        "    return (b + c).mean()\n",
-    )
-    first = explained(module.loss_of, torch.tensor([[1.0, 2.0], [0.0, 3.0]])).remedies[
-        0
-    ]
-    assert first.line == first.last_line == 4 and first.code.count("where") == 1
+@pytest.mark.parametrize(
+    ("lines", "x", "place"),
+    [
+        # The number of what is left of a ratio's parts, whose own divisors are not 0.
+        (
+            "    rank = torch.arange(2.0, 4.0)\n"
+            "    gain = (x * w / rank.log2()).sum(1)\n"
+            "    best = (x / rank.log2()).sum(1)\n    return (gain / best).mean()\n",
+            *([[1.0, 2.0], [0.0, 0.0]], 6),
+        ),
+        # Both are sums to which a number is added, which is 0 in one.
+        (
+            "    a = x * w\n    b = a / (a + a + 0)\n    c = a / (a + a + 1e-6)\n"
+            "    return (b + c).mean()\n",
+            *([[1.0, 2.0], [0.0, 3.0]], 4),
+        ),
+    ],
+    ids=["divides by something else", "keeps its divisor from 0"],
+)
+def test_a_call_is_no_twin_that(tmp_path, lines, x, place):
+    module, _ = module_of(tmp_path, f"import torch\ndef loss_of(x, w):\n{lines}")
+    first = explained(module.loss_of, torch.tensor(x)).remedies[0]
+    assert first.line == first.last_line == place and first.code.count("where") == 1
 
 
 def test_a_median_of_zeros_is_no_sum():

@@ -65,10 +65,10 @@ def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> At
 
 
 def _roots(failure: Failure, in_words: bool) -> Iterator[Sequence[TorchCall]]:
-    """The calls that may be the first ones, where it is known that which lost a value.
+    """Yields calls that may be the first ones: the one that lost a value, if known.
 
-    What is computed from a later one on has lost it: else calls a few back are told by
-    their number.
+    What is computed from a later one on has lost it. Else, those that failed and those
+    that made what these were given, one and more calls back.
     """
     roots = failure.failing_calls
     lost = None if failure.lost is None or in_words else failure.lost.torch_call
