@@ -11,12 +11,14 @@ from torch import nn
 
 from ..base.modules import set_shares_buffers
 from ..guard.kept_calls.ambient import Ambient, autocast_of
+from ..guard.undo.contents import restore_all
 
 
 @contextmanager
 def applied(ambient: Ambient, models: Iterable[nn.Module]) -> Iterator[None]:
     """Sets all of it; autocast is as it was afterwards, the rest is not."""
     ambient.random.restore()
+    restore_all(ambient.generators)
     for model in models:
         if model.training != ambient.training:
             model.train(ambient.training)

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..base.text import is_of_user
+from ..base.text import is_of_program, is_of_user
 from ..guard.kept_calls.held_function import MAX_CALLED, HeldFunction, variables_of
 
 
@@ -52,7 +52,9 @@ class Captured(HeldFunction):
         for own in self.held.values():
             found |= own
         for each in [getattr(called, "__func__", called), *found.values()]:
-            found = dict(_all_variables(each, 0)) | found
+            for owner, name, value in _all_variables(each, 0):
+                if found.setdefault(name, value) is not value:
+                    found[f"{owner}.{name}"] = value
         return {k: v for k, v in found.items() if k not in self.values}
 
     def _is_rebound(self, function: types.FunctionType) -> bool:
@@ -111,12 +113,24 @@ class Captured(HeldFunction):
         return held
 
 
-def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """The variables of a user's function, and of functions among them."""
+def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, str, Any]]:
+    """The variables of a user's function, and of functions among them.
+
+    Each with its function's name and its own. Defaults of arguments are such, and what
+    a function reads of the program's modules.
+    """
     if not isinstance(function, types.FunctionType) or depth > MAX_CALLED:
         return
-    if not is_of_user(function.__code__.co_filename):
+    code = function.__code__
+    if not is_of_user(code.co_filename):
         return
-    for name, each in variables_of(function):
-        yield name, each
+    found = [*variables_of(function), *(function.__kwdefaults__ or {}).items()]
+    found += [("a default", each) for each in function.__defaults__ or ()]
+    for name, each in found:  # which grows meanwhile
+        yield function.__name__, name, each
         yield from _all_variables(each, depth + 1)
+        is_module = isinstance(each, types.ModuleType)
+        file = getattr(each, "__file__", None) if is_module else None
+        if file is not None and is_of_program(file):
+            own = [(key, vars(each).get(key)) for key in code.co_names]
+            found += [(f"{name}.{key}", value) for key, value in own]

@@ -3,6 +3,8 @@
 import json
 import pickle
 import random
+import types
+from typing import ClassVar
 
 import numpy
 import pytest
@@ -497,3 +499,78 @@ def test_the_sample_is_found_where_an_output_of_minus_inf_is_left_to_the_loss():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = explained(OverflowGuard(model, optimizer), model, optimizer, x, runs=False)
     assert (found.module, found.sample) == ("0", 2)
+
+
+# Generators of the program's own.
+
+
+class Given:  # a class is not put back
+    tensors: ClassVar = []
+
+
+class Noise:
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __call__(self, x):
+        return x + torch.randn(x.shape, generator=self.generator)
+
+    def drawn(self, x):
+        return torch.from_numpy(self.generator.normal(size=x.shape)).float() + x
+
+
+def given_with(noise):
+    """What a model was given in a bad step, and in its replays."""
+    model = nn.Linear(4, 4)
+    Given.tensors.clear()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = OverflowGuard(model, optimizer)
+    x = data()
+
+    def compute():
+        Given.tensors.append(noise(x))
+        return model(Given.tensors[-1]).log().sum()
+
+    guard.run(compute).backward()
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+    return Given.tensors
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_a_replay_begins_with_the_states_of_the_programs_own_generators(kind):
+    generator = torch.Generator() if kind == "torch" else numpy.random.default_rng(1)
+    noise = Noise(generator)
+    first, *again = given_with(noise if kind == "torch" else noise.drawn)
+    again = [each for each in again if each.shape == first.shape]  # not of one sample
+    assert len(again) > 1
+    assert all(torch.allclose(first, each.float()) for each in again)
+
+
+def drawn_by_default(x, generator=torch.Generator()):  # noqa: B008
+    return Noise(generator)(x)
+
+
+def drawn_in_another_module(x):
+    return helper.noise(x)
+
+
+helper = types.ModuleType("helper")
+helper.__file__ = __file__
+helper.noise = Noise(torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("noise", "generator"),
+    [
+        (drawn_by_default, drawn_by_default.__defaults__[0]),
+        (drawn_in_another_module, helper.noise.generator),
+    ],
+)
+def test_a_replay_leaves_generators_as_the_step_did(noise, generator):
+    generator.manual_seed(0)
+    noise(data())
+    after = generator.get_state()
+    generator.manual_seed(0)
+    assert len(given_with(noise)) > 1
+    assert torch.equal(generator.get_state(), after)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ..undo.contents import Kept
 from ..undo.random import RandomStates
 
 
@@ -19,9 +20,12 @@ class Ambient:
         model: The model whose training mode counts.
         devices: The devices besides the CPU that it is on.
         random: The random states, where they are known; None for those of now.
+        generators: The states of the program's own generators that the call may draw
+            from.
 
     Attributes:
         random: The random states.
+        generators: Those of the program's own generators.
         training: The model's training mode.
         autocast: Of each kind of device: whether autocast is on, and its dtype.
         caches: Whether autocast caches what it casts.
@@ -33,7 +37,9 @@ class Ambient:
         model: nn.Module,
         devices: Sequence[torch.device],
         random: RandomStates | None = None,
+        generators: Sequence[Kept] = (),
     ) -> None:
+        self.generators = generators
         self.random = RandomStates(devices) if random is None else random
         self.training = model.training
         types = ("cpu", *dict.fromkeys(device.type for device in devices))

@@ -201,7 +201,8 @@ class CallKeeper:
             self._look_for_gradients(model)
             self.start.before_run()
             held = HeldFunction(function)
-            ambient = Ambient(model, self._devices_of(model))
+            devices = self._devices_of(model)
+            ambient = Ambient(model, devices, generators=held.generators())
             call = KeptCall(held, held.values, ambient)
             call.began = perf_counter()
         was_running = self.is_running

@@ -17,12 +17,16 @@ from ...base.tree import (
     MAX_DEPTH,
     OBJECTS_OF_STEP,
     Path,
+    attributes,
     find,
     is_container,
     opaque,
     tensors,
     tensors_in,
 )
+from ..undo.contents import Kept, contents_of
+from ..undo.kept_objects import is_state
+from ..undo.random import kinds_of_generators
 from .code_names import global_names
 
 # Functions deep; chosen, not measured. A function that is called deeper reads what its
@@ -86,6 +90,23 @@ class HeldFunction:
         if not isinstance(own, functools.partial):
             return {}
         return {**dict(zip(self.names, own.args, strict=True)), **own.keywords}
+
+    def generators(self) -> list[Kept]:
+        """The states of the generators of random numbers that its variables hold.
+
+        Also of those that are attributes of objects among them.
+        """
+        kinds, own = kinds_of_generators(), dict(self._objects)
+        if self.plain is None:
+            own["self"] = self.called
+        found: dict[int, Kept | None] = {}
+        for name, held in own.items():
+            value = getattr(held, "__self__", held)  # a method's object
+            parts = attributes(value) if is_state(value) else ()
+            for each in (value, *(part for _, part in parts)):
+                if isinstance(each, kinds) and id(each) not in found:
+                    found[id(each)] = contents_of(name, each)
+        return list(filter(None, found.values()))
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""

@@ -120,6 +120,15 @@ def _in_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def kinds_of_generators() -> tuple[type, ...]:
+    """The types of objects whose states `generator_of` knows."""
+    numpys: Any = sys.modules.get("numpy.random")
+    if numpys is None:
+        return torch.Generator, random.Random
+    own = numpys.RandomState, numpys.Generator, numpys.BitGenerator
+    return torch.Generator, random.Random, *own
+
+
 def generator_of(value: object) -> tuple[_Getter, _Setter] | None:
     """The functions that get and set a generator's state; None for no generator."""
     if isinstance(value, torch.Generator):  # it may be the global one
