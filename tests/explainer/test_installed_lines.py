@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 import torch
@@ -40,6 +41,28 @@ class Model(torch.nn.Module):
 
     def forward(self, x, count):
         return ratio(self.head(x).sum() * 0, count)
+
+def ctc(scores, labels, zero_infinity=False, **others):
+    lengths = torch.tensor([len(scores)]), torch.tensor([labels.numel()])
+    return torch.nn.functional.ctc_loss(
+        scores[:, None], labels, *lengths, zero_infinity=zero_infinity)
+
+class Recognizer(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.head = config, torch.nn.Linear(4, 3)
+
+    def forward(self, x, labels):
+        scores = self.head(x).log_softmax(-1)
+        return ctc(scores, labels, zero_infinity=self.config.ctc_zero_infinity)
+
+class Norm(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.epsilon = 0.0
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
 """
 
 
@@ -93,6 +116,61 @@ def test_a_line_of_a_package_comes_with_that_of_the_program(
     assert remedy.is_recommended and remedy.code == ""
     as_kept(remedy)
     assert remedy.file == lossy.__file__
+
+
+# Options of the model, which nobody has to edit a package's file for.
+
+
+def remedied(model, *inputs):
+    error = explained(model, *inputs, run=True)
+    first = error.report.explanation.remedies[0]
+    exec(first.code, {"model": model})
+    assert model(*inputs).isfinite()
+    return first
+
+
+@pytest.mark.tries_remedies
+def test_a_flag_of_the_models_configuration_is_set_there(lossy):
+    model = lossy.Recognizer(types.SimpleNamespace(ctc_zero_infinity=False))
+    first = remedied(model, torch.ones(2, 4), torch.tensor([1, 2, 1]))
+    assert first.is_recommended and not first.file
+    assert first.code == "model.config.ctc_zero_infinity = True"
+
+
+@pytest.mark.tries_remedies
+def test_a_flag_that_is_no_models_is_told_in_words(lossy):
+    class Recognizer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x, labels):
+            return lossy.ctc(self.head(x).log_softmax(-1), labels)
+
+    error = explained(Recognizer(), torch.ones(2, 4), torch.tensor([1, 2, 1]), run=True)
+    first = error.report.explanation.remedies[0]
+    assert first.text.startswith("change zero_infinity to True in `") and not first.code
+
+
+class Normed(nn.Module):
+    def __init__(self, *norms):
+        super().__init__()
+        self.weight, self.norms = nn.Parameter(torch.zeros(4)), nn.ModuleList(norms)
+
+    def forward(self, x):
+        for norm in self.norms:
+            x = norm(x * self.weight)
+        return x.sum()
+
+
+@pytest.mark.tries_remedies
+def test_the_eps_of_norms_is_set_in_all_of_a_kind(lossy):
+    first = remedied(Normed(lossy.Norm(), nn.Identity()), torch.ones(2, 4))
+    assert first.code == 'model.get_submodule("norms.0").epsilon = 1e-8'
+    first = remedied(Normed(lossy.Norm(), lossy.Norm()), torch.ones(2, 4))
+    assert first.text == "set epsilon of each Norm to 1e-8"
+    first = remedied(Normed(nn.LayerNorm(4, eps=0.0)), torch.ones(2, 4))
+    assert first.code == 'model.get_submodule("norms.0").eps = 1e-8'
 
 
 @pytest.mark.tries_remedies

@@ -603,6 +603,17 @@ def test_code_has_the_names_that_its_file_has(tmp_path):
     assert again.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
 
 
+def test_a_torch_modules_call_has_the_files_names(tmp_path):
+    lines = "labels = torch.full((3,), -100)\n    return loss(x * w, labels)"
+    text = "import torch\nfrom torch import nn as n\nloss = n.CrossEntropyLoss()\n"
+    text += f"def loss_of(x, w):\n    {lines}\n"
+    module, path = module_of(tmp_path, text)
+    remedy = recommended(explained(module.loss_of, torch.ones(3, 2)))[0]
+    assert "n.functional.cross_entropy(" in remedy.code
+    again, _ = module_of(tmp_path, edited(path, remedy))
+    assert again.loss_of(torch.ones(3, 2), torch.ones(2)).isfinite()
+
+
 def test_a_number_is_chosen_for_the_narrowest_dtype(tmp_path):
     lines = "scale = (x * 1e-9).half()\n    return (w / scale[0]).mean()"
     module, _ = module_of(tmp_path, f"import torch\ndef loss_of(x, w):\n    {lines}\n")

@@ -32,6 +32,7 @@ from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
 from .failure import Failure
 from .half_dtypes import half_trials, scale_trials
+from .option_trials import option_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
     INSTALLED,
@@ -368,6 +369,7 @@ _ATTEMPTS: tuple[
     (_is_lost, functools.partial(earlier_trials, rules=CANCELLED)),
     (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
     (_is_full, wider_trials),
+    (_is_lost, option_trials),
     (_is_lost, functools.partial(earlier_trials, rules=MASKS)),
     (_is_lost, functools.partial(earlier_trials, rules=ROUNDED)),
     (_is_lost, link_trials),

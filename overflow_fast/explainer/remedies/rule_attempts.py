@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -406,6 +407,9 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     """A remedy for which there is no line: of what is computed, and instead of what."""
     place = inner_place(root)
     is_torchs = not is_of_user(root.sites[0].file)
+    has_key = re.match(r"pass (\w+)=(\S+)", text)
+    if has_key and has_key[1] in root.kwargs:
+        text = f"change {has_key[1]} to {has_key[2]}"
     whole = text if _named(root) in text else f"{text} in {_named(root)}"
     whole += f" ({place}{INSTALLED}" * is_torchs
     elsewhere = [

@@ -107,7 +107,9 @@ class Writer(ast.NodeTransformer):
             self.node = self._source.parents[self.node].value  # type: ignore[attr-defined]
         self.expression: Any = self.node
         if is_inner:
-            self.expression = _of_torch_module(root.sites[0], self.node)
+            made = _of_torch_module(root.sites[0], self.node)
+            named = [n for n in ast.walk(made) if getattr(n, "id", "") == "F"]
+            self.expression = rebuilt(made, {n: self._module("F") for n in named})
 
     def edits(self, found: Found) -> tuple[Edit, ...]:
         """The edit that puts an expression in the place of the call."""
@@ -292,7 +294,7 @@ class Writer(ast.NodeTransformer):
             raise NotWrittenError("the call is an operator")
         made = rebuilt(whole, {self._low_in(whole): low for low in lows})
         made = ast.Call(made.func, list(made.args), list(made.keywords))
-        for place, name in enumerate(_parameters_of(self._root.func)[: len(made.args)]):
+        for place, name in enumerate(parameters_of(self._root.func)[: len(made.args)]):
             if name in new:
                 made.args[place] = self.visit(new.pop(name))
         made.keywords = [each for each in made.keywords if each.arg not in new]
@@ -454,7 +456,8 @@ def _is_method(function: Any) -> bool:
     return getattr(torch.Tensor, name, None) is function
 
 
-def _parameters_of(function: Any) -> list[str]:
+def parameters_of(function: Any) -> list[str]:
+    """The names of a function's parameters; none where it does not tell."""
     with contextlib.suppress(TypeError, ValueError):
         return list(inspect.signature(function).parameters)
     return []
