@@ -68,7 +68,7 @@ def option_trials(failure: Failure, trials: Trials) -> Attempts:
     """A larger eps in an option of a model, or a flag, that an installed file reads."""
     models = trials.replayer.models
     own = failure.failing_calls
-    for call in [*own, *(each for call in own for each in calls_before(call))]:
+    for call in [*own, *(each for failed in own for each in calls_before(failed))]:
         if is_of_program(call.sites[0].file):
             continue
         for node, given, value in _others_of(call):
