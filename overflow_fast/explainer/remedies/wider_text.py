@@ -12,7 +12,7 @@ from ...base.torch_ops import has
 from ..syntax import expression_of
 from ..torch_calls import Key, TorchCall, Value
 from ..wider import CAST_METHODS
-from .call_patch import InWider
+from .call_patch import InWider, is_sum
 from .edited_lines import inner_place, shown_at
 from .source import NOT_WRITTEN, Edit, NotWrittenError, node_at
 from .written import Writer, first_turns, short_text
@@ -167,9 +167,22 @@ def wider_text(change: InWider, calls: Sequence[TorchCall]) -> str:
     roots = [*first_turns(call for call in calls if call.key in change.roots)]
     if all(root.name == "to" for root in roots):
         return f"cast to {wide} instead of {narrow}"
-    texts = dict.fromkeys(f"`{short_text(root)}`" for root in roots)
     file, line = shown_at(roots[-1])
     ends = [shown_at(call) for call in calls if call.key in change.ends]
     lines = [end for end_file, end in ends if end_file == file]
     until = f", up to line {lines[-1]}" if lines and lines[-1] != line else ""
-    return f"compute {' and '.join(texts)} in {wide}{until}"
+    return f"compute {_named(roots)} in {wide}{until}"
+
+
+def _named(roots: Sequence[TorchCall]) -> str:
+    """The first calls in words, from three on by their lines in one file."""
+    texts = list(dict.fromkeys(f"`{short_text(root)}`" for root in roots))
+    places = [shown_at(root) for root in roots]
+    if len(texts) < 3 or len(dict(places)) > 1:
+        return " and ".join(texts)
+    lines = sorted({line for _, line in places})
+    are_sums = all(is_sum(root.name) for root in roots)
+    what = "the sums" if are_sums else f"the {len(texts)} calls"
+    if len(lines) == 1:
+        return f"{what} of line {lines[0]}"
+    return f"{what} of lines {lines[0]} {'to' if len(lines) > 2 else 'and'} {lines[-1]}"

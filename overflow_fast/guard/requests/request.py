@@ -74,9 +74,11 @@ class Request:
         self._recent: dict[tuple[int, int], tuple[int, HeldCall | None]] = {}
         self.lock = threading.RLock()
 
-    def add(self, watch: ModelWatch, batch: int, call: HeldCall | None) -> None:
+    def add(
+        self, watch: ModelWatch, batch: int, call: HeldCall | None, forward: int
+    ) -> None:
         """Adds what a forward has shown, whose stats may have yet to arrive."""
-        self._recent[id(watch), batch] = self.num_forwards, call
+        self._recent[id(watch), batch] = forward, call
         is_on_cpu = call is not None and not call.is_on_device
         if len(self._recent) > (1 if is_on_cpu else _MOST_FORWARDS):
             del self._recent[next(iter(self._recent))]
@@ -92,7 +94,7 @@ class Request:
             if self.is_over:
                 return False
             if not is_finite:
-                self.add(watch, batch, call)
+                self.add(watch, batch, call, self.num_forwards)
             if call is None:  # compiled code hides what it is given
                 self.is_text = False
             elif self.num_forwards or not call.num_tokens:

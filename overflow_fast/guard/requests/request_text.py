@@ -31,7 +31,8 @@ class RequestText(ReportText):
         """The request, the bad values and their place, and the rows of the output."""
         assert self.verdict.first is not None
         report = self.report
-        where = f", forward {report.forward}" if report.num_forwards > 1 else ""
+        number = f", forward {report.forward} of {report.num_forwards} (from 0)"
+        where = number if report.num_forwards > 1 else ""
         where = where if report.token is None else f", token {report.token}"
         what = what_of(self.verdict.first)
         return f"{report.subject}{where}: {what}{self._rows()}"

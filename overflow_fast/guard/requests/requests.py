@@ -221,7 +221,8 @@ class Requests:
         if request.function is None and first is not None:
             with self._isolation.isolated():
                 held = HeldFunction(function)
-                request.function = KeptCall(held, held.values, Ambient(first, []))
+                now = Ambient(first, [], generators=held.generators())
+                request.function = KeptCall(held, held.values, now)
                 request.function.has_backward = False
                 request.function.has_autograd = torch.is_grad_enabled()
                 request.function.returns_loss = True
@@ -244,7 +245,7 @@ class Requests:
             batch = watch.own_batch()
             with watch.frames.evaluated(batch):
                 watch.recorder.record_output(batch, list(found), list(found.values()))
-            request.add(watch, batch, None)
+            request.add(watch, batch, None, max(0, request.num_forwards - 1))
             request.output = found
             watch.frames.send()
         request.collect(watch)

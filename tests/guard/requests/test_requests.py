@@ -1,6 +1,7 @@
 """Forwards without autograd: whose request is bad, and why."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -430,6 +431,19 @@ def test_what_a_request_records_is_judged_at_its_end():
         assert guard.check() is None
     report = raised.value.report
     assert (report.verdict.first.label, report.requests) == ("scores", ["b"])
+
+
+def test_what_a_function_returns_has_the_number_of_its_last_forward():
+    net = make_net()
+
+    def scored(weights):
+        return net(torch.ones(2, 4)) / weights
+
+    with OverflowGuard(net) as guard, torch.no_grad():
+        with pytest.raises(NonFiniteError) as raised, guard.request():
+            for divisor in (1.0, 0.0, 1.0):
+                guard.run(functools.partial(scored, torch.tensor(divisor)))
+    assert ", forward 1 of 3 (from 0): the recorded `output`" in str(raised.value)
 
 
 # State.
