@@ -24,6 +24,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # What a row may say of an operation:
 #
 # adds             sums elements: those of a mask are how many it selects
+# at_least_0       returns no number below 0
 # bilinear         is linear in each of two factors
 # casts            changes the dtype
 # commutes         takes its two operands in any order
@@ -57,8 +58,9 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # unit             draws numbers from 0, which is among them, to 1
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
-    "adds", "bilinear", "casts", "commutes", "constant", "cuts", "deviation",
-    "difference", "divides", "each", "empty", "grows", "kink", "leaves_out_nan",
+    "adds", "at_least_0", "bilinear", "casts", "commutes", "constant", "cuts",
+    "deviation", "difference", "divides", "each", "empty", "grows", "kink",
+    "leaves_out_nan",
     "linear", "lookup", "measure", "moves", "nan_of_overflow", "normalizes",
     "of_labels", "overwrites", "pivots", "product", "promotes", "random",
     "reinterprets", "root", "same", "softmax", "tells", "unit", "whole",
@@ -150,14 +152,14 @@ _TABLE = (
     ("logdet", _op("pivots", needs="matrix whose determinant is not negative")),
     ("linalg_matrix_exp", _op("nan_of_overflow")),
     # Powers and logarithms.
-    ("exp", _op("each grows", never=(0.0,), safe=0.0)),
-    ("exp2", _op("each grows", never=(0.0,))),
+    ("exp", _op("at_least_0 each grows", never=(0.0,), safe=0.0)),
+    ("exp2", _op("at_least_0 each grows", never=(0.0,))),
     ("expm1 sinh cosh", _op("each grows", safe=0.0)),
-    ("square", _op("each grows")),
+    ("square", _op("at_least_0 each grows")),
     ("log log2 log10", _op("each", **_ABOVE_0)),
     ("log1p", _op("each", is_inside=lambda x: x > -1)),
-    ("sqrt", _op("each root", **_AT_LEAST_0)),
-    ("rsqrt", _op("each root", **_ABOVE_0)),
+    ("sqrt", _op("at_least_0 each root", **_AT_LEAST_0)),
+    ("rsqrt", _op("at_least_0 each root", **_ABOVE_0)),
     ("xlogy", _op("promotes", above=0.0)),
     ("special_xlog1py", _op("promotes", above=-1.0)),
     ("logaddexp logaddexp2", _op("grows promotes")),
@@ -178,14 +180,15 @@ _TABLE = (
     ("i0 special_i1 special_modified_bessel_i0 special_modified_bessel_i1",
      _op("each grows")),
     ("special_erfcx special_log_ndtr rad2deg", _op("each grows")),
-    ("sigmoid", _op(never=(0.0, 1.0))),
+    ("sigmoid", _op("at_least_0", never=(0.0, 1.0))),
     ("tanh erf", _op(never=(1.0,))),
     ("erfc", _op(never=(0.0,))),
-    ("softplus", _op("grows", never=(0.0,))),
+    ("softplus", _op("at_least_0 grows", never=(0.0,))),
     ("celu elu selu gelu silu", _op("grows")),
     ("atan2 min copysign nextafter", _op("promotes")),
     ("maximum minimum", _op("kink promotes")),
-    ("relu relu6 hardtanh", _op("cuts")),
+    ("relu", _op("at_least_0 cuts")),
+    ("relu6 hardtanh", _op("cuts")),
     ("fmax fmin", _op("kink leaves_out_nan promotes")),
     ("cat stack", _op("promotes")),
     ("clamp_min clamp_max", _op("cuts promotes")),
@@ -199,16 +202,19 @@ _TABLE = (
     ("mean", _op("grows linear measure", "input dim keepdim")),
     ("prod", _op("grows", "input dim keepdim")),
     ("cumprod", _op("grows")),
-    ("norm", _op("each grows root", "input p dim keepdim")),  # "each" of a row
-    ("std", _op("deviation grows root")),
-    ("var var_mean std_mean", _op("deviation grows measure")),
-    ("abs", _op("measure")),
+    ("norm",  # "each" of a row
+     _op("at_least_0 each grows root", "input p dim keepdim")),
+    ("std", _op("at_least_0 deviation grows root", "input dim")),
+    ("var", _op("at_least_0 deviation grows measure")),
+    ("var_mean std_mean", _op("deviation grows measure")),
+    ("abs", _op("at_least_0 measure")),
     ("max", _op("measure promotes")),
     ("amax", _op("measure", "input dim keepdim")),
     ("logsumexp", _op(parameters="input dim keepdim")),
-    ("dist", _op("grows promotes")),
+    ("dist", _op("at_least_0 grows promotes")),
     ("cdist _cdist_forward", _op("grows")),
-    ("softmax _softmax _safe_softmax", _op("softmax", "input dim", never=(0.0,))),
+    ("softmax _softmax _safe_softmax",
+     _op("at_least_0 softmax", "input dim", never=(0.0,))),
     ("log_softmax _log_softmax", _op("softmax", "input dim")),
     ("layer_norm native_layer_norm group_norm native_group_norm", _op("normalizes")),
     ("rms_norm _fused_rms_norm instance_norm", _op("normalizes")),
@@ -235,7 +241,7 @@ _TABLE = (
      _op("reinterprets")),
     # What makes tensors, or writes to all of one.
     ("copy", _op("grows overwrites")),
-    ("rand rand_like", _op("unit")),
+    ("rand rand_like", _op("at_least_0 unit")),
     ("uniform", _op("overwrites unit")),
     ("fill zero set normal exponential log_normal cauchy geometric",
      _op("overwrites")),

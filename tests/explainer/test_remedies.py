@@ -645,6 +645,15 @@ def test_of_a_loop_the_texts_of_its_first_turns_are_compared(tmp_path, monkeypat
     assert turns and max(turns.values()) < 2 * 200
 
 
+def test_a_remedy_of_one_turn_of_a_loop_is_of_all_turns_as_its_line_is(tmp_path):
+    code = "sum((x * w)[x > each].mean() for each in (0, 5))"
+    module, path = module_of(tmp_path, SOURCE.format(code))
+    remedy = recommended(explained(module.loss_of, torch.ones(3, 2)))[0]
+    assert "nothing to average" in remedy.text and remedy.code
+    again, _ = module_of(tmp_path, edited(path, remedy))
+    assert again.loss_of(torch.ones(3, 2), torch.ones(2)).item() == remedy.loss
+
+
 # Data and weights.
 
 

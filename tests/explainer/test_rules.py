@@ -30,6 +30,7 @@ from overflow_fast.explainer.remedies.rules import (
     RULES,
     SELECTS,
     UPDATES,
+    is_at_least_0,
     numbers_of,
     with_numbers,
 )
@@ -267,6 +268,10 @@ LABELS = "torch.full((3,), {}), weight={}"
 # Those for which a rule is not the one for these; by the rule's pattern and words.
 OTHERS = {
     ("y / x", "divide by a count of at least 1"): ("x.sum() / (x > 5).sum()", ONE * 0),
+    **{
+        ("y / x", f"divide by at least {number}"): ("x / x.abs()", ZERO)
+        for number in ("N", "EPS", "SMALL")
+    },
     ("y / x", "clamp to at least EPS what is divided by its own minimum"): (
         *("x / x.min()", ZERO),
     ),
@@ -282,7 +287,7 @@ OTHERS = {
     ),
     ("std(*)", "use no correction, which divides by n"): ("x[:1].std(0)", ONE),
     ("std(y, d)", "use no correction, and add EPS inside the root"): (
-        *("x[:1].std(0)", ONE),
+        *("torch.std(x[:1], dim=0)", ONE),
     ),
     ("x * y", "clamp the infinite factor to at least LOW"): (
         f"{LOW} * (x > 5).float()",
@@ -396,6 +401,7 @@ TRIED = [
     ("torch.baddbmm(x[:, :2], x[None], x.T[None]) / 4", WIDE),
     ("x / (len(x) - 3.0)", ONE),
     ("(x + 1) / x", SOME),
+    ("(x + 1) / x.abs()", SOME),
     ("x.reciprocal()", SOME * 1e-39),
     ("x.norm()", HUGE),
     ("x.std(0)", torch.tensor([[3e38], [-3e38]])),
@@ -783,6 +789,30 @@ def test_a_number_for_a_divisor_of_0_is_small_beside_the_other_divisors():
     assert numbers_of(rule, call, 3.39) == (1e-3,)
     assert numbers_of(rule, call, 0.2) == pytest.approx((1e-4,))
     assert numbers_of(rule, call) == ()  # no other divisor is known
+
+
+@pytest.mark.parametrize(
+    ("code", "is_known"),
+    [
+        ("x.norm(dim=-1)", True),
+        ("(x * x).sum(-1, keepdim=True) + 1e-9", True),
+        ("(x - 1).pow(2).mean().expand(3)", True),
+        ("x.std(0) * x.exp()", True),
+        ("torch.where(x > 0, x.abs(), 1.0)", True),
+        ("(x > 0).float().sum(-1)", True),
+        ("x.clamp(min=0)", True),
+        ("x.clamp(max=1)", False),
+        ("x.abs() - 1", False),
+        ("x.abs() * -2.0", False),
+        ("x.abs() @ x.T", False),
+        ("x.pow(3)", False),
+        ("x.sum()", False),
+    ],
+)
+def test_what_is_never_below_0_is_known_by_how_it_was_made(code, is_known):
+    made = eval(f"lambda x: 1.0 / ({code})")
+    _, calls = recorded(made, X.float() - 1)
+    assert is_at_least_0(calls[-1].operands[-1]) == is_known
 
 
 def test_numbers_in_a_text_are_short():

@@ -53,7 +53,8 @@ class RuleChange:
 
     def found(self, call: TorchCall) -> Found | None:
         """The expression in place of a call of its key; None for the call itself."""
-        return matched(RULES[self.rule], call, self.dtype, self.number, self.dim)
+        rule = RULES[self.rule]
+        return matched(rule, call, self.dtype, self.number, self.dim, is_chosen=True)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def matched(
     dtype: torch.dtype,
     number: float = 0.0,
     dim: Any = None,
+    is_chosen: bool = False,
 ) -> Found | None:
     """The expression that a rule puts in place of a call; None if it is for another.
 
@@ -102,11 +103,13 @@ def matched(
         dtype: The dtype that numbers are chosen by.
         number: The number for N.
         dim: The dimensions for DIM.
+        is_chosen: Whether it was chosen for a call of the same expression: what is
+            written asks for no condition, in whatever turn of a loop.
     """
     found = Found()
     if rule.pattern != "*" and not _matches(parsed(rule.pattern), call, found):
         return None
-    if rule.when is not None and not rule.when(call):
+    if rule.when is not None and not (is_chosen or rule.when(call)):
         return None
     found.new, found.numbers = rule.new, named_numbers(dtype, number)
     found.text = rule.text

@@ -101,7 +101,8 @@ class Rule:
     def clamps(self) -> bool:
         """True if it clamps what is no count, nor a sum that stands for one."""
         is_clamp = re.search(r"\b[xy](\.abs\(\))?\.clamp\(|CALL\(\)\.clamp", self.new)
-        return is_clamp is not None and self.when not in (_counts, _is_by_sum)
+        by_what = (_counts, _is_by_sum, _is_by_at_least_0)
+        return is_clamp is not None and self.when not in by_what
 
     def stops_gradient(self, call: TorchCall) -> bool:
         """True if what it clamps in place of a call has a gradient."""
@@ -118,6 +119,37 @@ def is_count(of: Any) -> bool:
     if made is None or not (has(made.name, "moves") or has(made.name, "whole")):
         return False
     return all(map(is_count, made.inputs))
+
+
+_DEPTH = 8  # calls deep; chosen, not measured
+
+
+def is_at_least_0(of: Any, depth: int = _DEPTH) -> bool:
+    """True for what is never below 0, by how it was made: a norm, a sum of squares."""
+    if not isinstance(of, Value):
+        return isinstance(of, (bool, int, float)) and of >= 0
+    made = of.call
+    if of.dtype is torch.bool or made is None or not (made.inputs and depth):
+        return of.dtype is torch.bool
+    name, operands = made.plain_name, made.operands
+    first, second = (*operands, None, None)[:2]
+    is_even = type(second) in (int, float) and second % 2 == 0
+    is_square = (name == "mul" and first is second) or (name == "pow" and is_even)
+    is_kept = name == "clamp" and is_at_least_0(second, depth - 1)
+    if has(name, "at_least_0") or is_square or is_kept:
+        return True
+    parts: list[Any] = []
+    if name in ("pow", "clamp"):
+        parts = [first]
+    elif any(has(name, kind) for kind in ("linear", "bilinear", "divides")):
+        parts = operands if has(name, "promotes") else made.inputs
+    elif any(has(name, kind) for kind in ("measure", "moves", "same")):
+        parts = made.inputs
+    return bool(parts) and all(is_at_least_0(each, depth - 1) for each in parts)
+
+
+def _is_by_at_least_0(call: TorchCall) -> bool:
+    return is_at_least_0(call.operands[-1])
 
 
 def _counts(call: TorchCall) -> bool:
@@ -255,6 +287,7 @@ _LIKE = "dtype=y.dtype, device=y.device"
 _KEPT = "z[z != ignore_index]"
 _AT_ZERO = "divide by EPS where the divisor is 0"
 _BY_SIZE = _AT_ZERO.replace("EPS", "N")
+_BY_EPS, _BY_MORE = "divide by at least EPS", "divide by at least N"
 _NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
@@ -298,6 +331,10 @@ GUARDS = _rules(
     ("y / n", "y / (n or 1)", "divide by 1 in place of 0", _is_by_number),
     ("y / x", "y.clamp(min=EPS) / x.clamp(min=EPS)",
      "clamp to at least EPS what is divided by its own minimum", _is_by_own_least),
+    ("y / x", "y / x.clamp(min=N)", _BY_MORE, _is_by_at_least_0),
+    ("y / x", "y / x.clamp(min=EPS)", _BY_EPS, _is_by_at_least_0),
+    ("y / x", "y / x.clamp(min=SMALL)", _BY_EPS.replace("EPS", "SMALL"),
+     _is_by_at_least_0),
     ("y / x", "y / where(x == 0, N, x)", _BY_SIZE),
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
     ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
@@ -448,7 +485,7 @@ def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float
         return (_most_of(call),) if is_float else ()
     if rule.text == _COLD:
         return _COLDEST.get(call.dtype, (1e-3,))
-    if rule.text == _BY_SIZE:
+    if rule.text in (_BY_SIZE, _BY_MORE):
         share = _SMALL_SHARE * largest
         return (10.0 ** math.floor(math.log10(share)),) if share else ()
     return _LARGEST.get(call.dtype, (20, 5, 2))
