@@ -657,6 +657,15 @@ def test_a_remedy_of_one_turn_of_a_loop_is_of_all_turns_as_its_line_is(tmp_path)
 # Data and weights.
 
 
+@pytest.mark.parametrize("largest", [200.0, 800.0])
+def test_a_sample_that_no_dtype_holds_comes_again(largest, tmp_path):
+    module, _ = module_of(tmp_path, SOURCE.format("(x * w).exp().mean()"))
+    x = torch.tensor([[10.0, 10.0], [10.0, largest], [10.0, 20.0]])
+    texts = [each.text for each in explained(module.loss_of, x).remedies]
+    again = " (the next such one does it again)" * (largest > 700)
+    assert f"leave sample 1 out of this batch{again}" in texts
+
+
 def test_samples_that_are_bad_are_left_out(as_kept):
     model, x = nn.Linear(4, 1), torch.randn(6, 4)
     x[2, 1] = x[4, 0] = NAN

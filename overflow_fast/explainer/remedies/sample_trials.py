@@ -76,7 +76,11 @@ def without_sample(
     if sample is None or failure.found.phase == "data":
         return
     outlier = outlier_in(call, sample) if sample.outlier else None
-    text, code = f"leave sample {int(sample)} out of this batch", ""
+    op = failure.found.op
+    true_value = None if op is None else op.true_value
+    is_too_large = failure.found.is_overflow and true_value in (math.inf, -math.inf)
+    again = " (the next such one does it again)" * is_too_large
+    text, code = f"leave sample {int(sample)} out of this batch{again}", ""
     if outlier is not None:
         name, bound = outlier.name, outlier.bound
         text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
