@@ -14,9 +14,9 @@ from torch import nn
 from ..base.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..base.tensors import PLAIN, extent_of
 from ..base.tree import Path, at, attributes, find, path_text
-from ..detector.selection import full_name
 from ..guard.kept_calls.held_function import data_in
 from .memory import memory_of
+from .named_tensors import modules_by_name
 from .tensor_kinds import NEGATIVE_INF, kinds_of
 
 _CONSTANTS = ("buffer", "attribute", "weight")  # of models and other modules
@@ -77,9 +77,8 @@ def held_leaves(
     watched = {each for model in models.values() for each in modules_in(model)}
     found = [
         leaf
-        for prefix, model in models.items()
-        for name, module in named_modules(model)
-        for leaf in _attributes("attribute", full_name(prefix, name), module)
+        for name, module in modules_by_name(models).items()
+        for leaf in _attributes("attribute", name, module)
     ]
     seen = set(watched)
     for variable, value in around.items():

@@ -1,4 +1,4 @@
-"""Parameters and buffers of models by their qualified names."""
+"""Modules, parameters and buffers of models by their qualified names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from ..base.modules import named_buffers, named_parameters
+from ..base.modules import named_buffers, named_modules, named_parameters
+from ..detector.selection import full_name
+
+
+def modules_by_name(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Returns the modules of models by their qualified names."""
+    return {
+        full_name(prefix, name): module
+        for prefix, model in models.items()
+        for name, module in named_modules(model)
+    }
 
 
 def state_by_name(models: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..base.modules import Handles, named_modules
+from ..base.modules import Handles
 from ..base.tensors import PLAIN
-from ..detector.selection import full_name
 from ..torch_internals.replaying import (
     TorchDispatchMode,
     autograd_node,
@@ -20,6 +19,7 @@ from ..torch_internals.replaying import (
     without_torch_function,
 )
 from .memory import memory_of
+from .named_tensors import modules_by_name
 from .op_call import OpCall, name_of
 from .users_lines import Sites, UsersLines, runs_in_hook
 
@@ -35,9 +35,8 @@ class ModuleStack:
 
     def __init__(self, models: Mapping[str, nn.Module], on_values: Any) -> None:
         self._names: dict[nn.Module, str] = {}
-        for prefix, model in models.items():
-            for name, module in named_modules(model):
-                self._names.setdefault(module, full_name(prefix, name))
+        for name, module in modules_by_name(models).items():
+            self._names.setdefault(module, name)
         self._on_values = on_values
         self._running: list[tuple[int, str, bool]] = []
         self._handles = Handles()

@@ -25,11 +25,9 @@ from .. import _C
 from ..base.modules import (
     first_parameter_of,
     gradient_taker,
-    named_modules,
     without_reduction,
 )
 from ..detector.observers import without_observers
-from ..detector.selection import full_name
 from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.replaying import (
     no_dispatch,
@@ -42,7 +40,7 @@ from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .leaves import Leaf, held_leaves
 from .long_explanation import LongExplanation
-from .named_tensors import names_of, partitions_of, state_by_name
+from .named_tensors import modules_by_name, names_of, partitions_of, state_by_name
 from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
@@ -292,12 +290,7 @@ class OutputGradients(Observer):
     @contextmanager
     def observing(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """Sees the module's outputs, and the gradients of these."""
-        modules = {
-            full_name(prefix, name): module
-            for prefix, model in models.items()
-            for name, module in named_modules(model)
-        }
-        module = modules.get(self._name)
+        module = modules_by_name(models).get(self._name)
         if module is None or isinstance(module, torch.jit.ScriptModule):
             yield
             return

@@ -21,10 +21,9 @@ from typing import Any
 
 from torch import nn
 
-from ...base.modules import named_modules
 from ...base.text import is_of_program
-from ...detector.selection import full_name
 from ...guard.report.remedy import Remedy
+from ..named_tensors import modules_by_name
 from ..replayer import Patch
 from ..torch_calls import TorchCall
 from ..users_lines import Site
@@ -55,7 +54,7 @@ class OtherOption(Patch):
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
         """See `Patch`."""
-        named = dict(_modules_in(models))
+        named = modules_by_name(models)
         with ExitStack() as stack:
             for name in self.modules:
                 owner, key = _owner_of(named[name], self.path), self.path[-1]
@@ -73,16 +72,21 @@ def option_trials(failure: Failure, trials: Trials) -> Attempts:
             continue
         for node, given, value in _others_of(call):
             path, code = _attribute_of(node, call.sites)
+            if code is None or not (value is True or "eps" in path[-1]):
+                continue
             owners = [
                 name
-                for name, module in _modules_in(models)
-                if code is not None
-                and _has_code(type(module), code)
-                and _owner_of(module, path).get(path[-1]) == given
+                for name, module in modules_by_name(models).items()
+                if _has_code(type(module), code)
+                and _is_equal(_owner_of(module, path).get(path[-1]), given)
             ]
-            if owners and (value is True or "eps" in path[-1]):
+            if owners:
                 option = OtherOption(tuple(owners), path, value)
                 yield Trial(_remedy_of(option, models), option, settles=True)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)
 
 
 def _others_of(call: TorchCall) -> Iterator[tuple[ast.AST | None, Any, Any]]:
@@ -153,12 +157,6 @@ def _has_code(kind: type, code: CodeType) -> bool:
     return is_function and inspect.unwrap(method).__code__ is code  # type: ignore[arg-type]
 
 
-def _modules_in(models: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    for prefix, model in models.items():
-        for name, module in named_modules(model):
-            yield full_name(prefix, name), module
-
-
 def _owner_of(module: nn.Module, path: Sequence[str]) -> dict[str, Any]:
     """The plain attributes of the object that holds the last name of a path."""
     own = vars(module)
@@ -169,7 +167,7 @@ def _owner_of(module: nn.Module, path: Sequence[str]) -> dict[str, Any]:
 
 def _remedy_of(option: OtherOption, models: Mapping[str, nn.Module]) -> Remedy:
     """The option in words, and as a line that sets it."""
-    named, path = dict(_modules_in(models)), ".".join(option.path)
+    named, path = modules_by_name(models), ".".join(option.path)
     value = f"{option.value}".replace("e-0", "e-")
     owners = {id(_owner_of(named[name], option.path)): name for name in option.modules}
     kinds = {type(named[name]).__name__ for name in option.modules}

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import named_modules, own_tensors
-from ...detector.selection import full_name
+from ...base.modules import own_tensors
 from ...guard.report.causes import BAD_DATA, BAD_WEIGHTS
 from ...guard.report.remedy import Remedy
 from ...torch_internals.module_internals import BUFFERS
 from ..calls import Call
 from ..explain_origin import CARRIED
+from ..named_tensors import modules_by_name
 from .failure import Failure
 from .patches import ChangedCall
 from .trials import Attempts, Trial, Trials
@@ -115,11 +115,8 @@ def _kept_at(models: Mapping[str, nn.Module], name: str) -> tuple[dict[str, Any]
     The table is empty where no module has one of that name.
     """
     owner, _, key = name.rpartition(".")
-    for prefix, model in models.items():
-        for each, module in named_modules(model):
-            if full_name(prefix, each) != owner:
-                continue
-            for table in (own_tensors(module, BUFFERS), vars(module)):
-                if isinstance(table.get(key), torch.Tensor):
-                    return table, key
+    module = modules_by_name(models).get(owner)
+    for table in () if module is None else (own_tensors(module, BUFFERS), vars(module)):
+        if isinstance(table.get(key), torch.Tensor):
+            return table, key
     return {}, ""
