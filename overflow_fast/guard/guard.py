@@ -253,6 +253,8 @@ class OverflowGuard:
     def record(self, **tensors: torch.Tensor) -> None:
         """Adds tensors that no module returns to the step: `guard.record(loss=loss)`.
 
+        Within `request()`, or without autograd, to the request.
+
         Does not incur a CPU-GPU sync.
 
         Args:
@@ -309,7 +311,9 @@ class OverflowGuard:
 
         That is what its thread or task runs, with `asyncio.to_thread`, too. Without an
         optimizer also with autograd. Outside of it each outermost forward is a request,
-        with autograd that of a model in eval mode. Incurs a sync at its end.
+        with autograd that of a model in eval mode. What is computed behind the models,
+        such as a score, is judged if `record()` is given it, or `run()` computes it.
+        Incurs a sync at its end.
 
         Args:
             ids: Names of those that the rows of the batch are for, for the report.
