@@ -26,6 +26,7 @@ from overflow_fast.explainer.remedies.rules import (
     LOGS,
     LOST,
     MASKS,
+    READERS,
     ROUNDED,
     RULES,
     SELECTS,
@@ -474,6 +475,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
                 search(code, x)
     tried.update(SELECTS)  # see `test_selected.py`
     tried.update(UPDATES)  # of an optimizer's step
+    tried.update(READERS)  # see `test_remedies.py`
     missing = [f"{each.pattern}: {each.text}" for each in RULES if each not in tried]
     assert missing == []
 

@@ -107,6 +107,8 @@ def matched(
             written asks for no condition, in whatever turn of a loop.
     """
     found = Found()
+    if rule.pattern == "*" and "(y" in rule.new:
+        found.names["y"] = Input(call, int("SECOND" in rule.new))
     if rule.pattern != "*" and not _matches(parsed(rule.pattern), call, found):
         return None
     if rule.when is not None and not (is_chosen or rule.when(call)):

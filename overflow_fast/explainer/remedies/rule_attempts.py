@@ -19,6 +19,7 @@ from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
+from .assigned import bounded_where_assigned
 from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
@@ -229,7 +230,9 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
             share = largest if failed in own else 0.0
             forms = trials_of(rule, failed, failure.calls, None, share)
             most = None if trials.truth is None else _MOST_FAR
-            for trial, _ in itertools.islice(forms, most):
+            for trial, found in itertools.islice(forms, most):
+                if most is None and failure.found.is_overflow:
+                    trial = bounded_where_assigned(trial, failed, found, failure.calls)
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()

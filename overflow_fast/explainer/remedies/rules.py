@@ -436,6 +436,10 @@ LINKS = _rules(
 LOST = _rules(
     ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"),
     ("*", "CALL().clamp(max=1 - WIDE)", "clamp the result of CALL to at most 1 - WIDE"))
+# Of what else reads an argument that is bounded where it is assigned.
+READERS = _rules(
+    ("*", "CALL_ON(y.clamp(max=N))", "clamp it to N"),
+    ("*", "CALL_SECOND(y.clamp(max=N))", "clamp it to N"))
 # fmt: on
 RULES = (
     *EXACT,
@@ -448,6 +452,7 @@ RULES = (
     *CANCELLED,
     *LINKS,
     *LOST,
+    *READERS,
 )
 
 # Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the
