@@ -166,11 +166,11 @@ class Normed(nn.Module):
 @pytest.mark.tries_remedies
 def test_the_eps_of_norms_is_set_in_all_of_a_kind(lossy):
     first = remedied(Normed(lossy.Norm(), nn.Identity()), torch.ones(2, 4))
-    assert first.code == 'model.get_submodule("norms.0").epsilon = 1e-8'
+    assert first.code == 'model.get_submodule("norms.0").epsilon = 1e-6'
     first = remedied(Normed(lossy.Norm(), lossy.Norm()), torch.ones(2, 4))
-    assert first.text == "set epsilon of each Norm to 1e-8"
+    assert first.text == "set epsilon of each Norm to 1e-6"
     first = remedied(Normed(nn.LayerNorm(4, eps=0.0)), torch.ones(2, 4))
-    assert first.code == 'model.get_submodule("norms.0").eps = 1e-8'
+    assert first.code == 'model.get_submodule("norms.0").eps = 1e-6'
 
 
 @pytest.mark.tries_remedies

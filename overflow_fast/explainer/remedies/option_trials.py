@@ -34,6 +34,7 @@ from .source import NotWrittenError, SourceText, node_at
 from .trials import Attempts, Trial, Trials
 from .written import operand_of, parameters_of
 
+_USUAL = 1e-6  # the eps of most norms
 _FLAGS = {"ctc_loss": {"zero_infinity": True}}
 
 
@@ -100,16 +101,18 @@ def _others_of(call: TorchCall) -> Iterator[tuple[ast.AST | None, Any, Any]]:
         if key in named and call.kwargs.get(key) is not value:
             yield named[key], not value, value
 
+    larger = max(numbers["EPS"], _USUAL)
+
     def is_small(given: Any) -> bool:
         return type(given) in (int, float) and 0 <= given < numbers["EPS"]
 
     for name, given in call.kwargs.items():
         if is_small(given) and name in named:
-            yield named[name], given, numbers["EPS"]
+            yield named[name], given, larger
     for place, given in enumerate(call.operands):
         if is_small(given):
             with contextlib.suppress(NotWrittenError):
-                yield operand_of(call, place, whole), given, numbers["EPS"]
+                yield operand_of(call, place, whole), given, larger
 
 
 def _attribute_of(
