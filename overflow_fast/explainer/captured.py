@@ -9,7 +9,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..base.text import is_of_program, is_of_user
-from ..guard.kept_calls.held_function import MAX_CALLED, HeldFunction, variables_of
+from ..guard.kept_calls.held_function import (
+    MAX_CALLED,
+    HeldFunction,
+    defaults_of,
+    variables_of,
+)
 
 
 class Captured(HeldFunction):
@@ -88,12 +93,9 @@ class Captured(HeldFunction):
                 cells[name].cell_contents = each
             else:
                 around[name] = each
-        last = code.co_varnames[: code.co_argcount]
-        defaults = function.__defaults__ or ()
-        names = last[len(last) - len(defaults) :]
         copy.__defaults__ = tuple(
             self._instead(name, each, values, copies)
-            for name, each in zip(names, defaults, strict=True)
+            for name, each in defaults_of(function)
         )
         copy.__kwdefaults__ = function.__kwdefaults__
         return copy
@@ -125,12 +127,11 @@ def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, str, Any]]:
     if not is_of_user(code.co_filename):
         return
     found = [*variables_of(function), *(function.__kwdefaults__ or {}).items()]
-    found += [("a default", each) for each in function.__defaults__ or ()]
+    found += defaults_of(function)
     for name, each in found:  # which grows meanwhile
         yield function.__name__, name, each
         yield from _all_variables(each, depth + 1)
-        is_module = isinstance(each, types.ModuleType)
-        file = getattr(each, "__file__", None) if is_module else None
+        own = vars(each) if isinstance(each, types.ModuleType) else {}
+        file = own.get("__file__")
         if file is not None and is_of_program(file):
-            own = [(key, vars(each).get(key)) for key in code.co_names]
-            found += [(f"{name}.{key}", value) for key, value in own]
+            found += [(f"{name}.{key}", own.get(key)) for key in code.co_names]

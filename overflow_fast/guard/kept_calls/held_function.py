@@ -80,7 +80,8 @@ class HeldFunction:
             for each in self.held.values():
                 for name, value in each.items():
                     self._add(name, value)
-            self._add_defaults(self.plain)
+            for name, value in defaults_of(self.plain):
+                self._add(name, value)
         self._add_objects()
 
     @property
@@ -101,10 +102,10 @@ class HeldFunction:
             own["self"] = self.called
         found: dict[int, Kept | None] = {}
         for name, held in own.items():
-            value = getattr(held, "__self__", held)  # a method's object
+            value = held.__self__ if isinstance(held, types.MethodType) else held
             parts = attributes(value) if is_state(value) else ()
             for each in (value, *(part for _, part in parts)):
-                if isinstance(each, kinds) and id(each) not in found:
+                if issubclass(type(each), kinds) and id(each) not in found:
                     found[id(each)] = contents_of(name, each)
         return list(filter(None, found.values()))
 
@@ -118,14 +119,6 @@ class HeldFunction:
                 if each.__globals__ is not function.__globals__:
                     continue
                 self._hold(each, depth + 1)
-
-    def _add_defaults(self, function: types.FunctionType) -> None:
-        count = len(function.__defaults__ or ())
-        last = function.__code__.co_varnames[: function.__code__.co_argcount]
-        for name, each in zip(
-            last[-count:] if count else (), function.__defaults__ or (), strict=False
-        ):
-            self._add(name, each)
 
     def _add(self, name: str, value: Any) -> None:
         if name in self.values or isinstance(value, (nn.Module, nn.Parameter)):
@@ -166,6 +159,13 @@ def variables_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in global_names(function.__code__):
         if name in around:
             yield name, around[name]
+
+
+def defaults_of(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """The defaults of a function's positional arguments, with the names of these."""
+    code, values = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    return list(zip(names, values, strict=True))
 
 
 def data_in(value: Any) -> list[tuple[Path, torch.Tensor]]:
