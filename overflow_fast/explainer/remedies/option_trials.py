@@ -22,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from ...base.text import is_of_program
+from ...base.tree import layout
 from ...guard.report.remedy import Remedy
 from ..named_tensors import modules_by_name
 from ..replayer import Patch
@@ -162,10 +163,12 @@ def _has_code(kind: type, code: CodeType) -> bool:
 
 def _owner_of(module: nn.Module, path: Sequence[str]) -> dict[str, Any]:
     """The plain attributes of the object that holds the last name of a path."""
-    own = vars(module)
+    own: Any = vars(module)
     for name in path[:-1]:
-        own = getattr(own.get(name), "__dict__", {})
-    return own
+        held = own.get(name)
+        has_own = layout(type(held)).has_dict
+        own = object.__getattribute__(held, "__dict__") if has_own else {}
+    return own if type(own) is dict else {}
 
 
 def _remedy_of(option: OtherOption, models: Mapping[str, nn.Module]) -> Remedy:
