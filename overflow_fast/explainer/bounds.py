@@ -41,9 +41,9 @@ WEIGHT = Bound(10.0, 0.1)
 # A weight that is scaled back then: too low scales what has not grown, and too high
 # leaves some of what has.
 SCALED_BACK = Bound(2.0)
-# The loss, gradients and weights over the last steps: a wrong one puts another of them
-# first in "grew tenfold first".
-FIRST_TO_GROW = Bound(10.0)
+# An update, in learning rates, that Adam's betas leave without bound: too low blames
+# betas of what a usual update did.
+UPDATE = Bound(10.0)
 # A batch, by the last one and samples of those before: too low tells of a batch that is
 # not at fault.
 WHOLE_BATCH = Bound(10.0)

@@ -322,7 +322,7 @@ def _of_trend(step: BadStep) -> Iterator[str]:
         ("the loss", past.finite_losses),
         ("the gradients", past.gradients),
     ):
-        last = [each for each in values if math.isfinite(each)][-_FEW:]
+        last = values[-_FEW:]
         pairs = list(itertools.pairwise(last))
         if len(last) == _FEW and all(TREND.is_passed(b, a) for a, b in pairs):
             went = ", ".join(map(plain_number, last))

@@ -1,14 +1,13 @@
 """The largest magnitudes of weights, gradients and loss in the steps before a bad one.
 
-A watch keeps a number of each finite entry, without the step that it is of. So those
-of weights, gradients and loss are put beside one another only where no step between
-them can be missing.
+A watch keeps a number of each finite entry, without the step that it is of: a step in
+which it was not finite, or not looked at, is missing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .. import _C
@@ -17,7 +16,7 @@ from ..guard.monitors.monitor import scalar_places
 from ..guard.verdict.roles import GRADIENTS
 from ..guard.watching.watch import ModelWatch
 
-KEPT = 16  # `kSteps` of csrc/record/headroom.h
+_KEPT = 16  # `kSteps` of csrc/record/headroom.h
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,7 @@ class PastSteps:
     Attributes:
         weights: Of each weight, by name; the last one is that of the bad step.
         between: How many steps are between two of them.
-        gradients: Of all gradients together, for the same steps; inf where one is not
-            finite, nan where none was looked at. Empty where it is not known which
-            steps they are of.
-        losses: The loss, likewise.
+        gradients: Of all gradients together, before the bad step.
         last_gradient: The largest finite one of all gradients that was seen last.
         finite_losses: What was recorded, or returned by a model, as "loss", where it
             was finite: of this step, too.
@@ -39,7 +35,6 @@ class PastSteps:
     weights: Mapping[str, Sequence[float]] = field(default_factory=dict)
     between: int = 1
     gradients: Sequence[float] = ()
-    losses: Sequence[float] = ()
     last_gradient: float = 0.0
     finite_losses: Sequence[float] = ()
 
@@ -49,7 +44,6 @@ def past_steps_of(
     between: int,
     dirty_gradients: Sequence[str],
     scans_gradients: bool,
-    is_first: bool,
 ) -> PastSteps:
     """The magnitudes that watches have kept. Does not incur a CPU-GPU sync.
 
@@ -58,11 +52,9 @@ def past_steps_of(
         between: How many steps are between two looks at weights; 0 if that varies.
         dirty_gradients: The names of the parameters with a bad gradient.
         scans_gradients: Whether gradients were looked at in the bad step.
-        is_first: Whether no step before was bad, so that none is missing.
     """
     weights: dict[str, list[float]] = {}
     gradients: dict[str, list[float]] = {}
-    losses: list[float] = []
     finite_losses: list[float] = []
     for watch in watches:
         loss = scalar_places(watch).get("loss")
@@ -82,32 +74,21 @@ def past_steps_of(
                 weights[name] = max(weights.get(name, []), recent, key=len)
             elif place.kind in GRADIENTS and label.role == _C.Role.GRADIENT:
                 gradients[label.name] = recent
-            if is_loss:
-                losses = [*recent, math.inf] if math.isinf(history.highest) else recent
     last = max((each[-1] for each in gradients.values() if each), default=0.0)
-    missing = math.inf if scans_gradients else math.nan
     dirty = set(dirty_gradients) if scans_gradients else gradients.keys()
-    slopes = _together(
-        [*each, missing] if name in dirty else each for name, each in gradients.items()
+    slopes = _together(  # that of the bad step last
+        [*each, math.inf] if name in dirty else each for name, each in gradients.items()
     )
-    num = max(map(len, weights.values()), default=0)
-
-    def aligned(values: list[float]) -> list[float]:
-        is_whole = num < KEPT and len(values) == num
-        is_whole |= is_first and num == KEPT and len(values) >= num
-        return values[-num:] if between == 1 and is_whole else []
-
-    whole = weights, between, aligned(slopes), aligned(losses), last
-    return PastSteps(*whole, finite_losses)
+    return PastSteps(weights, between, slopes[:-1], last, finite_losses)
 
 
 def _key(place: _C.Place) -> tuple[_C.FrameKind, int, str]:
     return place.kind, place.module, label_text(place.label)
 
 
-def _together(histories: Iterator[list[float]]) -> list[float]:
+def _together(histories: Iterable[Sequence[float]]) -> list[float]:
     """The largest of each step, of those that have been there for as long."""
-    found = [each[-KEPT:] for each in histories]
+    found = [each[-_KEPT:] for each in histories]
     num = max(map(len, found), default=0)
     whole = [each for each in found if len(each) == num]
     return [max(step) for step in zip(*whole, strict=True)]

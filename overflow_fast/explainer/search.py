@@ -6,7 +6,6 @@ added here.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -401,7 +400,7 @@ class Search:
             if result.error is None and not result.is_forward:
                 found.cause, found.reason = DIVERGENCE.name, growth.text
                 found.advice = growth.advice
-                found.evidence = [*growth.order, *found.evidence, _SMALLER]
+                found.evidence = [*growth.evidence, *found.evidence, _SMALLER]
                 tell_float64(found)
                 return
         else:
@@ -431,8 +430,7 @@ class Search:
         losses = step.past.finite_losses
         before = losses if loss_of(self.first) is None else losses[:-1]
         failure.usual_loss = statistics.median_low(before) if before else None
-        slopes = [each for each in step.past.gradients if math.isfinite(each)]
-        slopes = slopes or [step.past.last_gradient]
+        slopes = step.past.gradients or [step.past.last_gradient]
         failure.usual_gradient = statistics.median_low(slopes)
         failure.optimizers = step.optimizers
         find_remedies(failure, self.replayer, step.budget, self.first.seconds)

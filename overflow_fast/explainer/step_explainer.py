@@ -77,8 +77,6 @@ class StepExplainer:
         # 0: steps of a schedule are not all watched.
         is_each = config.schedule == Schedule()
         self._steps_between = config.weights_every or 1 if is_each else 0
-        self._raises = config.on_overflow == "raise"
-        self._num_explained = 0
         evidence = config.evidence
         self._artifact_bytes = 0 if evidence is None else int(evidence.mib * 2**20)
 
@@ -92,7 +90,6 @@ class StepExplainer:
             moment: See `Report.moment`.
             ranks: The ranks that replay it together; None for this one alone.
         """
-        self._num_explained += 1
         step = self._bad_step(verdict, moment)
         if self._keeper is None:
             found = investigate(step)
@@ -195,7 +192,6 @@ class StepExplainer:
                 self._steps_between,
                 verdict.dirty_gradients,
                 scans_gradients=moment != "raised",
-                is_first=self._raises and self._num_explained == 1,
             ),
             gradients=gradients_of(self._watches, verdict.dirty_gradients),
             optimizers=self._find_optimizers(),

@@ -1,6 +1,4 @@
-"""Runs that diverge: which of loss, gradients and update has grown first."""
-
-import re
+"""Runs that diverge: by how much the weights have grown, and why."""
 
 import pytest
 import torch
@@ -10,85 +8,30 @@ from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.options import Explain, Schedule
 
 
-class Wild(torch.optim.SGD):
-    """Steps as SGD does, and from one step on in another way."""
-
-    def __init__(self, params, at, divides=None, **settings):
-        super().__init__(params, **settings)
-        self.at, self.divides, self.number = at, divides, 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.number += 1
-        if self.number <= self.at or self.divides is None:
-            return super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            unit = p.grad.abs().max() / 12  # a moment on a grid, which may be 0
-            moment = (p.grad.abs() / unit).round() * unit
-            p -= self.divides * p.grad / (moment + 1e-8)
-        return None
-
-
-def diverged(at=0, spike=1.0, policy="raise", num_bad=0, **arguments):
-    """The explanation of a run that diverges from step `at` on, and its end."""
-    guarding = {k: arguments.pop(k) for k in ("schedule",) if k in arguments}
+def diverged(policy="raise", **guarding):
+    """The explanation of a run that diverges, and its end."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-    arguments = {"lr": 1e-4, **arguments}
-    optimizer = Wild(model.parameters(), at, **arguments)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
     guard = OverflowGuard(
         model, optimizer, policy, explain=Explain("always"), **guarding
     )
-    for step in range(300):
-        x = torch.randn(16, 8) * (spike if step == at else 1.0)
-        x[0] = float("nan") if 20 <= step < 20 + num_bad else x[0]
-        guard.run(lambda x=x: (model(x) - x[:, :1]).pow(2).mean()).backward()
+    for _ in range(200):  # each step takes the weights 10 times as far
+        x = torch.randn(8, 4)
+        (model(x).squeeze(1) - x.sum(1)).pow(2).mean().backward()
         try:
             optimizer.step()
         except NonFiniteError:
             break
         optimizer.zero_grad()
-        if guard.num_skipped > num_bad:
-            break
     guard.remove()
     return guard.last_report.explanation
 
 
-def order_of(found):
-    texts = [each for each in found.evidence if each.startswith("grew tenfold first")]
-    kinds = "the loss|gradients|the weights, by the update or other code,"
-    return re.findall(kinds, texts[0]) if texts else []
-
-
-@pytest.mark.parametrize("at", [0, 5, 40])
-def test_an_update_that_grows_alone_is_named_first(at, as_kept):
-    found = diverged(at, divides=1e-5)
+def test_weights_that_have_grown_are_named(as_kept):
+    found = diverged()
     assert found.cause == "divergence"
-    as_kept(order_of(found)[0])
-
-
-@pytest.mark.parametrize("at", [3, 40])
-def test_a_batch_that_makes_the_loss_grow_is_named_first(at):
-    found = diverged(at, 1e4, lr=0.1)
-    assert found.cause == "divergence"
-    assert order_of(found)[0] == "the loss", found
-
-
-def test_growth_that_began_before_the_first_known_step_has_no_first(as_kept):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
-    guard = OverflowGuard(model, optimizer)
-    with pytest.raises(NonFiniteError) as raised:
-        for _ in range(200):  # each step takes the weights 10 times as far
-            x = torch.randn(8, 4)
-            (model(x).squeeze(1) - x.sum(1)).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    found = raised.value.report.explanation
     as_kept(found.reason)
-    assert found.cause == "divergence" and order_of(found) == []
-    guard.remove()
 
 
 def test_a_weight_that_has_grown_is_told_by_what_it_was_itself():
@@ -174,17 +117,9 @@ def test_an_update_that_betas_leave_without_bound_is_told(beta2, amsgrad, told):
     guard.remove()
 
 
-def test_steps_that_were_not_watched_leave_it_open():
-    found = diverged(divides=1e-7, schedule=Schedule(2))
-    assert "watched steps" in found.reason and order_of(found) == []
-
-
-@pytest.mark.parametrize("num_bad", [0, 3])
-def test_steps_that_were_skipped_leave_it_open(num_bad):
-    """Their loss is in no row of numbers, and it is not known where it is missing."""
-    found = diverged(30, policy="skip", divides=1e-5, num_bad=num_bad)
-    assert found.cause == "divergence" and order_of(found) == []
+def test_steps_that_were_not_watched_are_not_counted():
+    assert "watched steps" in diverged(schedule=Schedule(2)).reason
 
 
 def test_advice_that_no_replay_has_tried_is_not_given():
-    assert diverged(divides=1e-5).remedies == []
+    assert diverged().remedies == []
