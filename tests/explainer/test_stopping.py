@@ -511,8 +511,7 @@ def of_a_new_file(w):
 def in_memory(w):
     text, data = io.StringIO(), io.BytesIO()
     text.write("x")
-    print("x", file=text)
-    print(*"xy", sep=",", file=text)
+    print("x", "y", sep=",", file=text)
     pickle.dump([1], data)
     pickle.Pickler(data).dump([2])
     data.seek(0)

@@ -53,8 +53,6 @@ FILE_READS = {
 OTHER_WRITES = {"dump", "tofile", "save_file", "serialize_file", "imwrite", "imsave"}
 OTHER_READS = {"load", "fromfile"}
 WITHIN_PROCESS = (io.StringIO, io.BytesIO)
-# Iterators that the collector does not list.
-UNKNOWN_ITERATORS = (type(iter(range(1))), type(iter(range(2**63, 2**64))))
 GENERATORS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 
 

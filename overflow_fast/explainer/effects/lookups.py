@@ -44,7 +44,7 @@ _TAKERS = {
 _LOCAL = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_NAME", "LOAD_CLOSURE")
 _IGNORED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "KW_NAMES", "PUSH_NULL", "COPY"}
 _MOST_CODES = 1024  # whose instructions are kept; chosen, not measured
-_MOST_ARGUMENTS = 4
+_MOST_ARGUMENTS = 5  # the keywords of `print`, and their names
 
 
 class _Source(NamedTuple):
@@ -199,25 +199,9 @@ def looked_at(frame: types.FrameType) -> tuple[list[Any], Any]:
 
 
 def arguments(frame: types.FrameType) -> list[Any]:
-    """Some of the last arguments of the call that a frame is about to make."""
+    """Some arguments of the call that a frame is about to make, the last first."""
     places, index = _at(frame)
     return [each.value(frame) for each in places.call_at(index).given]
-
-
-def first_argument(frame: types.FrameType) -> tuple[Any, bool]:
-    """The first argument of the call that a frame is about to make, of a few.
-
-    Returns:
-        It, and whether it is a local variable of the frame.
-    """
-    places, index = _at(frame)
-    given = places.call_at(index).given
-    if not given:
-        return UNSEEN, False
-    first = places.own[max(given[-1].begin, 0)]
-    value = given[-1].value(frame)
-    is_fast = first.opname.startswith("LOAD_FAST")
-    return value, is_fast and frame.f_locals.get(first.argval) is value
 
 
 def _at(frame: types.FrameType) -> tuple[_Places, int]:
@@ -226,55 +210,16 @@ def _at(frame: types.FrameType) -> tuple[_Places, int]:
     return places, places.indices.get(frame.f_lasti, 0)
 
 
-def keyword(frame: types.FrameType, name: str) -> Any:
-    """The value that a call is about to get by a keyword; None if there is none."""
+def may_name(frame: types.FrameType, name: str) -> bool:
+    """True if the call that a frame is about to make may get a keyword of that name."""
     places, index = _at(frame)
-    own = places.own
-    if own[index].opname == "CALL_FUNCTION_EX":
-        return _keyword_beside_star(frame, name)
-    names: Any = ()
-    for each in own[max(0, index - 3) : index + 1]:
-        is_names = each.opname in ("KW_NAMES", "LOAD_CONST")
-        value = each.argval if each.opname == "LOAD_CONST" else None
-        if each.opname == "KW_NAMES":
-            assert each.arg is not None
-            value = frame.f_code.co_consts[each.arg]
-        if is_names and isinstance(value, tuple):
-            names, index = value, own.index(each)
-    for each in reversed(names):
-        source = places.source_before(index)
-        if each == name:
-            return source.value(frame)
-        index = source.begin
-    return None
-
-
-def _keyword_beside_star(frame: types.FrameType, name: str) -> Any:
-    """The same of a call with `*` or `**`; UNSEEN where it may be in a dict."""
-    places, index = _at(frame)
-    own = places.own
-    if not (own[index].arg or 0) & 1:
-        return None
-    made = own[index - 1]
-    if made.opname == "BUILD_CONST_KEY_MAP":
-        names, place = own[index - 2].argval, index - 2
-        for each in reversed(names):
-            source = places.source_before(place)
-            if each == name:
-                return source.value(frame)
-            place = source.begin
-        return None
-    if made.opname != "BUILD_MAP":
-        return UNSEEN
-    place = index - 1
-    for _ in range(made.arg or 0):
-        given = places.source_before(place)
-        named = places.source_before(given.begin)
-        key = named.value(frame)
-        if key is UNSEEN or key == name:
-            return given.value(frame)
-        place = named.begin
-    return None
+    is_starred = places.own[index].opname == "CALL_FUNCTION_EX"
+    before = places.own[max(0, index - (9 if is_starred else 3)) : index]
+    loads = [e.arg or 0 for e in before if e.opname in ("KW_NAMES", "LOAD_CONST")]
+    names = [frame.f_code.co_consts[each] for each in loads]
+    is_named = any(e == name or (type(e) is tuple and name in e) for e in names)
+    is_merged = is_starred and before[-1].opname == "DICT_MERGE"  # of `**`
+    return is_named or is_merged
 
 
 def _begin_of_value(own: list[dis.Instruction], index: int) -> int:

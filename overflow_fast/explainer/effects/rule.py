@@ -44,16 +44,9 @@ from ...base.text import is_of_program, is_of_user, is_own
 from ..budget import clock_limit
 from ..users_lines import Site
 from . import kinds
-from .before import Before, place_of
+from .before import Before
 from .collectives import collectives
-from .lookups import (
-    UNSEEN,
-    arguments,
-    first_argument,
-    keyword,
-    looked_at,
-    places_of,
-)
+from .lookups import UNSEEN, arguments, looked_at, may_name, places_of
 from .quiet import quiet, terminals
 
 # How long a replay may compute: so many times as long as the step took, and some
@@ -223,7 +216,7 @@ class _Policy:
         if name in kinds.OTHER_WRITES or name in kinds.OTHER_READS:
             way = "write" if name in kinds.OTHER_WRITES else "read"
             if isinstance(owner, (pickle.Pickler, pickle.Unpickler)):
-                return lambda frame: self._words_of_bound(owner, way)
+                return lambda frame: self._words_of_files(_files_of(owner), way)
             return lambda frame: self._words_of_given(frame, way)
         if function is builtins.next:
             return self._words_of_next
@@ -233,7 +226,7 @@ class _Policy:
             isinstance(owner, io.IOBase)
             and name in kinds.FILE_WRITES | kinds.FILE_READS
         ):
-            return lambda frame: self._words_of_stream(owner, name)
+            return lambda frame: self._words_of_file(owner, name)
         is_lock = isinstance(owner, kinds.LOCK_TYPES)
         is_lock |= kind.__module__ == "_multiprocessing"
         if is_lock and name in (*kinds.ACQUIRES, *kinds.RELEASES):
@@ -241,18 +234,14 @@ class _Policy:
         if kind in kinds.GENERATORS and name in ("send", "throw", "close"):
             return lambda frame: kinds.ITERATOR if self._was_there(owner) else ""
         if kind.__module__ == "_csv" and name in ("writerow", "writerows"):
-            return lambda frame: self._words_of_bound(owner, "write")
+            return lambda frame: self._words_of_files(_files_of(owner), "write")
         words = _words_of_each_call(function)
         return (lambda frame: words) if words else None
 
-    def _words_of_stream(self, owner: Any, name: str) -> str:
-        if id(owner) in self._own_terminals and name == "write":
-            return self._words_of_kept([owner])
-        return self._words_of_file(owner, name)
-
     def _words_of_file(self, file: Any, name: str) -> str:
         if id(file) in self._own_terminals:
-            return ""
+            # `write` of C is one that was kept: no name of the stream drops it.
+            return "" if name != "write" or quiet.takes(file) else kinds.TERMINAL
         if isinstance(file, kinds.WITHIN_PROCESS) and not self.before.has(file):
             return ""
         if name in kinds.FILE_WRITES:
@@ -262,14 +251,12 @@ class _Policy:
         return kinds.READS if self.before.has(file) else ""
 
     def _words_of_next(self, frame: types.FrameType) -> str:
-        iterator, is_local = first_argument(frame)
+        iterator = [UNSEEN, *arguments(frame)][-1]
         # Libraries number what they make.
         is_number = type(iterator) is itertools.count
         if is_number and not is_of_program(frame.f_code.co_filename):
             return ""
-        # The collector does not know all: what another object holds was there before.
-        is_held = type(iterator) in kinds.UNKNOWN_ITERATORS and not is_local
-        return kinds.ITERATOR if is_held or self._was_there(iterator) else ""
+        return kinds.ITERATOR if self._was_there(iterator) else ""
 
     def _was_there(self, iterator: Any) -> bool:
         """True if it was there before, and is not this package's own."""
@@ -297,17 +284,6 @@ class _Policy:
                 return True
         return False
 
-    def _words_of_bound(self, owner: Any, name: str) -> str:
-        """Of an object of C that keeps methods of a file: a pickler, a CSV's writer."""
-        files = [getattr(e, "__self__", None) for e in gc.get_referents(owner)]
-        found = [each for each in files if isinstance(each, io.IOBase)]
-        kept = [each for each in found if id(each) in self._own_terminals]
-        return self._words_of_kept(kept) or self._words_of_files(found, name)
-
-    def _words_of_kept(self, streams: Iterable[Any]) -> str:
-        """Of streams of the process whose `write` was kept: no method drops that."""
-        return "" if all(map(quiet.takes, streams)) else kinds.TERMINAL
-
     def _words_of_given(self, frame: types.FrameType, way: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
         found = [each for each in arguments(frame) if isinstance(each, io.IOBase)]
@@ -320,12 +296,12 @@ class _Policy:
         return next(filter(None, words), "")
 
     def _words_of_print(self, frame: types.FrameType) -> str:
-        """`print(..., file=x)` calls `write` of C: x has to be seen here."""
-        file = keyword(frame, "file")
-        is_file = isinstance(file, io.IOBase)
-        if file is UNSEEN:
+        """`print(..., file=x)` calls x's `write` of C: x has to be seen here."""
+        given = arguments(frame) if may_name(frame, "file") else []
+        files = [each for each in given if isinstance(each, io.IOBase)]
+        if not files and any(each is UNSEEN for each in given):
             return kinds.WRITES
-        return self._words_of_file(file, "write") if is_file else ""
+        return self._words_of_files(files, "writelines")
 
     def asks_at(
         self, code: types.CodeType
@@ -388,7 +364,7 @@ class _Policy:
                 # What torch waits for is held by torch, in another thread.
                 if is_of_user(frame.f_code.co_filename) and _stays_held(value):
                     self._stop(frame, kinds.LOCK)
-            elif each is not UNSEEN and self.before.has(value) and not _is_over(value):
+            elif each is not UNSEEN and self.before.has(value):
                 self._stop(frame, kinds.ITERATOR)
 
     def on_audit(self, event: str, args: tuple[Any, ...]) -> None:
@@ -455,6 +431,12 @@ def _words_of_opaque(function: Any) -> str:
     return kinds.WRITES if is_of_cython and function.__name__ in names else ""
 
 
+def _files_of(owner: Any) -> list[Any]:
+    """The files of which an object of C keeps a method, as a pickler does."""
+    files = (getattr(each, "__self__", None) for each in gc.get_referents(owner))
+    return [each for each in files if isinstance(each, io.IOBase)]
+
+
 def _is_pybinds(kind: type) -> bool:
     """True for what functions of pybind are bound to, in old and new versions of it."""
     return kind.__name__ == "PyCapsule" or kind.__module__ == "pybind11_builtins"
@@ -494,20 +476,9 @@ def _clause(frame: types.FrameType, words: str) -> str:
     return f"{frame.f_code.co_name} {words}"
 
 
-def _is_over(iterator: Any) -> bool:
-    """True for an iterator from which nothing more can be taken."""
-    place = place_of(iterator)
-    return place is not None and not (place[0] if isinstance(place, tuple) else place)
-
-
 def _is_tried(frame: types.FrameType) -> bool:
     """True for `lock.acquire(False)` and such, which do not wait."""
-    given = (
-        first_argument(frame)[0],
-        keyword(frame, "blocking"),
-        keyword(frame, "block"),
-    )
-    return any(each is False for each in given)
+    return any(each is False for each in arguments(frame))
 
 
 def _stays_held(lock: Any) -> bool:
