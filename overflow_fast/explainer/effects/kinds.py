@@ -19,6 +19,7 @@ from .before import Before
 
 QUEUE = "takes from a queue, or writes to it"
 LOCK = "waits for a lock that is held"
+SHARED = "takes a lock of several processes, or gives it back"
 SIGNALS = "wakes other threads"
 WAITS = "waits for another thread"
 ITERATOR = "takes from an iterator that was there before"
@@ -38,7 +39,7 @@ PROFILER = "sets a profiler or a tracer"
 PROCESS_SIGNAL = "sets or sends a signal"
 STORE = "uses the store of the ranks"
 SETTINGS = "changes settings of the process"
-FOREIGN = "calls a function of the C library that has an effect"
+FOREIGN = "calls a function of the C library"
 
 LOCK_TYPES = (type(threading.Lock()), type(threading.RLock()))
 ACQUIRES = ("acquire", "__enter__", "acquire_lock")
@@ -110,18 +111,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sqlite3", "_sqlite3"), (DATABASE,)),
     **dict.fromkeys(("_socket", "_ssl"), (SOCKET,)),
     "select": (WAITS, "poll", "control"),
+    "_multiprocessing": (SHARED, "acquire", "release", "__enter__"),
     "_queue": (QUEUE, "get", "put", "get_nowait", "put_nowait"),
     "mmap": (WRITES, "write", "write_byte", "flush", "resize", "move"),
 }
 HARMLESS_METHODS = ("fileno", "gettimeout", "getsockname", "getpeername")
-# The functions of the C library that do the same, and others with an effect.
-OF_LIBC = {each.__name__ for each in FUNCTIONS} | {
-    *("fwrite", "fputs", "fputc", "puts", "putchar", "printf", "fprintf", "fflush"),
-    *("fopen", "fclose", "fread", "fgets", "open", "creat", "close", "unlink"),
-    *("rename", "mkdir", "rmdir", "chdir", "usleep", "nanosleep", "poll", "rand"),
-    *("srand", "setenv", "putenv", "unsetenv", "exit", "_exit", "send", "recv"),
-    *("connect", "ioctl", "ftruncate", "pthread_create", "sem_wait", "sem_post"),
-}
 # Of audit hooks: what the name of an event begins with, the longest first.
 EVENTS = {
     "os.putenv": ENVIRONMENT,
@@ -166,16 +160,11 @@ class Run(Protocol):
 
     Attributes:
         before: What was there before.
-        taken: The locks and semaphores that the run holds.
         on_backward: See `EffectRule.applied()`.
     """
 
     before: Before
-    taken: list[Any]
     on_backward: Callable[[Any], object] | None
-
-    def lets_go(self, lock: Any) -> bool:
-        """Takes a lock from what the run holds; False if it does not hold it."""
 
 
 WordsOf = Callable[[Run, "dict[str, Any]"], str]
@@ -226,29 +215,6 @@ def _of_event(run: Run, own: dict[str, Any]) -> str:
     return "" if own["self"].is_set() else WAITS
 
 
-def _of_set(run: Run, own: dict[str, Any]) -> str:
-    return "" if own["self"].is_set() else SIGNALS
-
-
-def _of_clear(run: Run, own: dict[str, Any]) -> str:
-    return SIGNALS if own["self"].is_set() else ""
-
-
-def _of_notify(run: Run, own: dict[str, Any]) -> str:
-    return SIGNALS if own["self"]._waiters else ""
-
-
-def _of_acquire(run: Run, own: dict[str, Any]) -> str:
-    """Notes one that is free; to wait for another is an effect of its condition."""
-    if own["self"]._value:
-        run.taken.append(own["self"])
-    return ""
-
-
-def _of_release(run: Run, own: dict[str, Any]) -> str:
-    return "" if run.lets_go(own["self"]) else SIGNALS
-
-
 def _of_join(run: Run, own: dict[str, Any]) -> str:
     return WAITS if own["self"].is_alive() else ""
 
@@ -286,14 +252,14 @@ KNOWN: dict[str, WordsOf] = {
         for n in ("send", "recv", "send_bytes", "recv_bytes", "poll")
     },
     "threading:Event.wait": _of_event,
-    "threading:Event.set": _of_set,
-    "threading:Event.clear": _of_clear,
+    "threading:Event.set": _always(SIGNALS),
+    "threading:Event.clear": _always(SIGNALS),
     "threading:Condition.wait": _always(WAITS),
-    "threading:Condition.notify": _of_notify,
+    "threading:Condition.notify": _always(SIGNALS),
     "threading:Barrier.wait": _always(WAITS),
-    "threading:Semaphore.acquire": _of_acquire,
-    "threading:Semaphore.release": _of_release,
-    "threading:BoundedSemaphore.release": _of_release,
+    "threading:Semaphore.acquire": _always(WAITS),
+    "threading:Semaphore.release": _always(SIGNALS),
+    "threading:BoundedSemaphore.release": _always(SIGNALS),
     "threading:Thread.start": _always(THREAD),
     "threading:Thread.join": _of_join,
     "concurrent.futures._base:Future.result": _of_future,

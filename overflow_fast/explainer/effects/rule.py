@@ -172,7 +172,7 @@ class _Policy:
         self._own_terminals: dict[int, Any] = {}
         self._watch: _C.CallWatch | None = None
         self._num_stops = 0
-        self.taken: list[Any] = []  # locks and semaphores that a run holds
+        self._taken: list[Any] = []  # locks that a run holds
         self.stopped = ""
 
     def begin(
@@ -186,10 +186,10 @@ class _Policy:
 
     def end(self) -> None:
         """Gives back what the run has taken, and looks at what was not seen."""
-        for each in reversed(self.taken):
+        for each in reversed(self._taken):
             with contextlib.suppress(RuntimeError, ValueError):
                 each.release()
-        self.taken.clear()
+        self._taken.clear()
         taken = self.before.put_back()
         if taken and not self.stopped:
             self.stopped = f"the code that was run again {kinds.ITERATOR}"
@@ -228,7 +228,6 @@ class _Policy:
         ):
             return lambda frame: self._words_of_file(owner, name)
         is_lock = isinstance(owner, kinds.LOCK_TYPES)
-        is_lock |= kind.__module__ == "_multiprocessing"
         if is_lock and name in (*kinds.ACQUIRES, *kinds.RELEASES):
             return lambda frame: self._words_of_lock(owner, name, frame)
         if kind in kinds.GENERATORS and name in ("send", "throw", "close"):
@@ -272,17 +271,13 @@ class _Policy:
             if _stays_held(lock):
                 return kinds.LOCK
             if name != "__enter__":
-                self.taken.append(lock)
+                self._taken.append(lock)
             return ""
-        return "" if self.lets_go(lock) else kinds.SIGNALS
-
-    def lets_go(self, lock: Any) -> bool:
-        """Takes a lock from what this run holds; False if it does not hold it."""
-        for place, each in enumerate(self.taken):
+        for place, each in enumerate(self._taken):
             if each is lock:
-                del self.taken[place]
-                return True
-        return False
+                del self._taken[place]
+                return ""
+        return kinds.SIGNALS
 
     def _words_of_given(self, frame: types.FrameType, way: str) -> str:
         """Of a function of C that is given a file, or the path of one."""
@@ -390,14 +385,13 @@ class _Policy:
 
     def _stop(self, frame: types.FrameType, words: str) -> None:
         """Raises Effect, unless what does it is not the program's step."""
-        own: types.FrameType | None = frame
-        while own is not None and not _is_apart(own):
-            if is_of_program(own.f_code.co_filename):
-                break
-            own = own.f_back
-        if own is not None and (_is_apart(own) or _is_finalized(own)):
+        frames = list(_frames_of_run(frame))
+        own = next(filter(_is_programs, frames), None)
+        if own is None or any(map(kinds.is_finalizer, frames)):
             return
-        self.stopped = self.stopped or _clause(own or frame, words)
+        if any(map(_is_import, frames[: frames.index(own) + 1])):
+            return
+        self.stopped = self.stopped or _clause(own, words)
         self._num_stops += 1
         if self._num_stops > _MOST_SWALLOWED and self._watch is not None:
             self._watch.refuse_all()
@@ -409,8 +403,8 @@ def _words_of_each_call(function: Any) -> str:
     owner, kind = function.__self__, type(function.__self__)
     if owner is None or isinstance(owner, types.ModuleType):
         return kinds.FUNCTIONS.get(function, "")
-    if _is_pybinds(kind):
-        return kinds.STORE if function in _store_functions() else ""
+    if function in _store_functions():
+        return kinds.STORE
     module = "_socket" if isinstance(owner, socket.socket) else kind.__module__
     words, *names = kinds.METHODS.get(module, ("",))
     name = function.__name__
@@ -421,10 +415,7 @@ def _words_of_each_call(function: Any) -> str:
 def _words_of_opaque(function: Any) -> str:
     """Of a function that is called neither as Python's nor as C's."""
     kind = type(function)
-    if kind.__name__ == "instancemethod":  # pybind's, called unbound
-        return kinds.STORE if function.__func__ in _store_functions() else ""
-    is_foreign = kind.__mro__[-2].__name__ == "_CData"  # of `ctypes`
-    if is_foreign and getattr(function, "__name__", "") in kinds.OF_LIBC:
+    if kind.__mro__[-2].__name__ == "_CData":  # of `ctypes`
         return kinds.FOREIGN
     is_of_cython = kind.__name__ == "cython_function_or_method"
     names = kinds.FILE_WRITES | kinds.OTHER_WRITES
@@ -437,29 +428,24 @@ def _files_of(owner: Any) -> list[Any]:
     return [each for each in files if isinstance(each, io.IOBase)]
 
 
-def _is_pybinds(kind: type) -> bool:
-    """True for what functions of pybind are bound to, in old and new versions of it."""
-    return kind.__name__ == "PyCapsule" or kind.__module__ == "pybind11_builtins"
-
-
-def _is_finalized(frame: types.FrameType) -> bool:
-    """True if the end of an object calls it, however many functions lie between."""
-    own = frame.f_back
+def _frames_of_run(frame: types.FrameType) -> Iterator[types.FrameType]:
+    """Yields a frame and those around it, up to this package's own."""
+    own: types.FrameType | None = frame
     while own is not None and not is_own(own.f_code.co_filename):
-        if kinds.is_finalizer(own):
-            return True
+        yield own
         own = own.f_back
-    return False
 
 
-def _is_apart(frame: types.FrameType) -> bool:
-    """True for this package's code, imports, and what the end of an object calls."""
-    code, around = frame.f_code, frame.f_back
-    files = [code.co_filename]
-    if code.co_name == "<module>" and around is not None:
-        files.append(around.f_code.co_filename)
-    is_import = any(each.startswith("<frozen importlib") for each in files)
-    return is_import or is_own(code.co_filename) or kinds.is_finalizer(frame)
+def _is_programs(frame: types.FrameType) -> bool:
+    return is_of_program(frame.f_code.co_filename)
+
+
+def _is_import(frame: types.FrameType) -> bool:
+    """True for the import of a module, and what stands at its top."""
+    files = [frame.f_code.co_filename]
+    if frame.f_code.co_name == "<module>" and frame.f_back is not None:
+        files.append(frame.f_back.f_code.co_filename)
+    return any(each.startswith("<frozen importlib") for each in files)
 
 
 def _clause(frame: types.FrameType, words: str) -> str:
@@ -467,12 +453,10 @@ def _clause(frame: types.FrameType, words: str) -> str:
 
     Code made of a string, as a dataclass's `__init__`, has none: its caller is named.
     """
-    own: types.FrameType | None = frame
-    while own is not None and not is_own(own.f_code.co_filename):
-        file = own.f_code.co_filename
-        if file != "<string>" and (own is frame or is_of_program(file)):
-            return f"{own.f_code.co_name} {words}, {Site.of(own).text}"
-        own = own.f_back
+    for each in _frames_of_run(frame):
+        is_shown = each is frame or _is_programs(each)
+        if is_shown and each.f_code.co_filename != "<string>":
+            return f"{each.f_code.co_name} {words}, {Site.of(each).text}"
     return f"{frame.f_code.co_name} {words}"
 
 
@@ -492,8 +476,6 @@ def _stays_held(lock: Any) -> bool:
 
 
 def _is_held(lock: Any) -> bool:
-    if type(lock).__module__ == "_multiprocessing":
-        return bool(lock._is_zero() and not lock._is_mine())
     if isinstance(lock, kinds.LOCK_TYPES[0]):
         return bool(lock.locked())
     return "owner=0 " not in repr(lock) and not lock._is_owned()
