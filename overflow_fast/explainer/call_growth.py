@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .bounds import EXPLODING, GROWING, LEAP
 from .op_call import OpCall
@@ -14,8 +14,8 @@ _FEWEST = 6  # calls; fewer tell no factor
 # and more. Too low, a large sum of many calls is taken for one.
 _LEAST_FACTOR = 1.01
 _MOST_CALLS = 4096  # each look at an even part takes time by their square
-_MOST_BACK = 8  # operations from the one that overflowed to the one that grew
-_MOST_TO_LEAP = 512  # likewise, to the one that made large numbers at once; chosen
+# Operations from the one that overflowed to that which made large numbers; chosen.
+_MOST_TO_LEAP = 512
 # How far results may be from a constant factor: by 4, or by so much of all growth.
 _SPREAD, _PART = math.log(4), 0.05
 
@@ -28,23 +28,16 @@ class CallGrowth:
         factor: By how much the largest magnitude grows with each call.
         total: By how much it has grown in all.
         num_calls: How many calls it grew over, before the one that overflowed.
-        unit: "call" or "module".
-        since: The name of the module since which it grows; "" for calls.
         is_backward: True of the derivatives of calls.
         modules: The names of the modules whose operations lie between such calls, each
             once.
-        before: The operation that grew, where it is another one than that which
-            overflowed; else None.
     """
 
     factor: float
     total: float
     num_calls: int
-    unit: str
-    since: str
     is_backward: bool
     modules: tuple[str, ...]
-    before: OpCall | None = None
 
     @property
     def explodes(self) -> bool:
@@ -54,19 +47,11 @@ class CallGrowth:
     @property
     def text(self) -> str:
         """The growth in words."""
-        factor = f"grew by a factor of {self.factor:.3g} a {self.unit}"
-        num = self.num_calls
-        if self.unit == "module":
-            since = f"from {self.since} on"
-            return f"the largest gradient {factor} over {num} modules, {since}"
-        if self.before is not None:
-            of = f"the largest result of {self.before.text}"
-            return f"{of} {factor} over the {num} calls before"
+        factor = f"grew by a factor of {self.factor:.3g} a call"
+        num = f"{self.num_calls} calls"
         if self.is_backward:
-            return (
-                f"the largest gradient {factor} back through {num} calls at this line"
-            )
-        return f"the largest result {factor} over the {num} calls before at this line"
+            return f"the largest gradient {factor} back through {num} at this line"
+        return f"the largest result {factor} over the {num} before at this line"
 
 
 def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
@@ -77,28 +62,27 @@ def growth_of(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
         ops: All operations of the same replay, in order.
 
     Returns:
-        The growth over the calls at the same line, or of modules in backward; None
-        where there is none by an almost constant factor.
+        The growth over the calls at the same line; None where there is none by an
+        almost constant factor.
     """
     calls = _calls_like(op, ops)
-    found = _trend(calls[: calls.index(op)], calls[-1], ops, "call")
-    if found is None and op.in_backward:
-        return _trend(_of_modules(op, ops), op, ops, "module")
-    return found or _growth_before(op, ops)
-
-
-def _growth_before(op: OpCall, ops: Sequence[OpCall]) -> CallGrowth | None:
-    """The growth of what an operation was given, such as the state at a loop's end."""
-    for _ in range(_MOST_BACK):
-        given = [each for each in op.read_from if not each.in_backward]
-        if not given:
-            return None
-        op = max(given, key=lambda each: each.abs_max or 0.0)
-        calls = _calls_like(op, ops)
-        found = _trend(calls[: calls.index(op) + 1], calls[-1], ops, "call")
-        if found is not None and EXPLODING.is_passed(found.total, 1.0):
-            return replace(found, before=op)
-    return None
+    before = calls[: calls.index(op)]
+    sizes = [each.abs_max or 0.0 for each in before]
+    logs = [math.log(s) if 0 < s < math.inf else None for s in sizes]
+    starts = range(max(0, len(logs) - _MOST_CALLS), len(logs))
+    first = next((i for i in starts if _is_even(logs[i:])), len(logs))
+    num = len(logs) - 1 - first
+    if num < _FEWEST:
+        return None
+    total = sizes[-1] / sizes[first]
+    factor = total ** (1 / num)
+    if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
+        return None
+    between = ops[before[first].index : calls[-1].index + 1]
+    return CallGrowth(
+        *(factor, total, len(before) - first, op.in_backward),
+        modules=tuple(dict.fromkeys(each.owner for each in between)),
+    )
 
 
 def leap_before(op: OpCall) -> OpCall | None:
@@ -124,20 +108,6 @@ def leap_before(op: OpCall) -> OpCall | None:
             is_one_of_more = LEAP.is_passed(op.most_read, 1.0) or _is_again(op, failed)
             return op if stays and not is_one_of_more else None
     return None
-
-
-def _of_modules(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
-    """The largest operation of each module in backward, in the order that it ran."""
-    largest: dict[str, OpCall] = {}
-    for each in ops[: op.index]:
-        if not each.in_backward or each.variable is not None or each.abs_max is None:
-            continue
-        name = each.owner
-        before = largest[name].abs_max if name in largest else None
-        if name and (before is None or each.abs_max > before):
-            largest[name] = each
-    own = op.owner
-    return [each for name, each in largest.items() if name != own]
 
 
 def _calls_like(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:
@@ -173,29 +143,6 @@ def _is_again(one: OpCall, other: OpCall) -> bool:
 def _line_of(op: OpCall) -> tuple[object, int] | None:
     named = op.forward
     return named.sites[0][:2] if named is not None and named.sites else None
-
-
-def _trend(
-    before: Sequence[OpCall], last: OpCall, ops: Sequence[OpCall], unit: str
-) -> CallGrowth | None:
-    """The growth of the calls before an overflow, up to the last one of all."""
-    sizes = [each.abs_max or 0.0 for each in before]
-    logs = [math.log(s) if 0 < s < math.inf else None for s in sizes]
-    starts = range(max(0, len(logs) - _MOST_CALLS), len(logs))
-    first = next((i for i in starts if _is_even(logs[i:])), len(logs))
-    num = len(logs) - 1 - first
-    if num < _FEWEST:
-        return None
-    total = sizes[-1] / sizes[first]
-    factor = total ** (1 / num)
-    if factor < _LEAST_FACTOR or not GROWING.is_passed(total, 1.0):
-        return None
-    since = before[first].owner if unit == "module" else ""
-    between = ops[before[first].index : last.index + 1]
-    return CallGrowth(
-        *(factor, total, len(before) - first, unit, since, before[0].in_backward),
-        modules=tuple(dict.fromkeys(each.owner for each in between)),
-    )
 
 
 def _is_even(logs: Sequence[float | None]) -> bool:

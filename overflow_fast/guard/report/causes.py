@@ -120,10 +120,10 @@ operation, so that backward cannot reach the singular place.""",
 )
 GRADIENT_EXPLOSION = Cause(
     "gradient explosion",
-    "the forward is finite, and the gradient grew by a factor with each call or module "
+    "the forward is finite, and the gradient grew by a factor with each call "
     "up to an overflow; the factor was measured in the replay",
     """\
-The forward is finite, and the gradient grows by a factor with each call or module
+The forward is finite, and the gradient grows by a factor with each call
 that it goes back through, until the dtype cannot hold it. Smaller or orthogonal
 weights, normalizations or residual connections keep the factor near 1. Clipping by the
 norm afterwards comes too late for an inf.""",
