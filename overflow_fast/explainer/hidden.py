@@ -77,20 +77,6 @@ def tell_hidden(replayer: Replayer, bad: OpCall, table: OpTable) -> str:
     return _told(bad, table.ops, _distance(replayer))
 
 
-def far_text(replayer: Replayer) -> str:
-    """Describes how far a finite forward is from float32; "" if it is near to that.
-
-    Runs the forward as it is and in float32, where anything is half precision.
-    """
-    distance = _distance(replayer)
-    is_far = distance is not None and distance > tolerance(())
-    return f"its output is {_from_float32(distance)}" if is_far else ""
-
-
-def _from_float32(distance: float | None) -> str:
-    return "" if distance is None else off_text(distance, "float32")
-
-
 def _distance(replayer: Replayer) -> float | None:
     """How far a forward's output is from that in float32; None if it is not known."""
     own, nearness = LastOutputs(), Nearness(replayer)
@@ -106,7 +92,7 @@ def _told(bad: OpCall, ops: Sequence[OpCall], distance: float | None) -> str:
     told = f"hidden{where}: the output is finite"
     if distance is None:
         return told
-    return f"{told} and {_from_float32(distance)}"
+    return f"{told} and {off_text(distance, 'float32')}"
 
 
 def _saturates(hider: OpCall | None) -> bool:

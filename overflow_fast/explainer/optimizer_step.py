@@ -14,7 +14,6 @@ from ..guard.report import notes
 from ..guard.report.causes import (
     BAD_SETTING,
     BAD_WEIGHTS,
-    DIVERGENCE,
     RANGE_OVERFLOW,
     UNDEFINED,
     UNDERFLOW,
@@ -88,7 +87,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
             found.evidence += [_WRITTEN.format(times)] * bool(times)
             if made is None:
                 _add_bad_state(optimizer, parameter, found)
-            return made or _too_large(group, step, found)
+            return made or found
     return found
 
 
@@ -304,21 +303,3 @@ def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) 
             f"the state of {name} holds, there too: {'; '.join(texts)}"
         )
         found.notes.append(notes.BAD_STATE)
-
-
-def _too_large(
-    group: Mapping[str, Any], step: BadStep, found: Explanation
-) -> Explanation:
-    """Calls it divergence if the learning rate alone takes the weight out of range."""
-    learning_rate = group.get("lr")
-    gradient = step.past.last_gradient
-    if not isinstance(learning_rate, (int, float)) or not gradient:
-        return found
-    limits = [torch.finfo(each.dtype).max for each in group["params"]]
-    if abs(learning_rate) * gradient > min(limits, default=float("inf")):
-        found.evidence.append(
-            f"the learning rate {learning_rate:.3g} times the largest gradient that "
-            f"was seen before the step, {gradient:.3g}, is beyond the largest number"
-        )
-        return replace(found, phase="optimizer", cause=DIVERGENCE.name, notes=[])
-    return found

@@ -155,7 +155,7 @@ def _hidden(search: Search) -> Explanation | None:
 
     hidden = find_hidden(search.replayer, place, traced)
     if hidden is None:
-        return _far(search)
+        return None
     found, root_op = hidden
     if found.op is None:  # what is seen within it does no harm
         whole = _unwatched(search)
@@ -163,20 +163,6 @@ def _hidden(search: Search) -> Explanation | None:
         return whole
     search.try_remedies(found, root_op, traced, place)
     return found
-
-
-def _far(search: Search) -> Explanation | None:
-    """The explanation of a finite forward whose output is far from float32."""
-    from .hidden import far_text
-
-    first, calls = search.first, search.replayer.calls
-    is_asked = not first.has_backward and search.budget.allows(2 * len(calls))
-    text = far_text(search.replayer) if is_asked else ""
-    if not text:
-        return None
-    whole = _unwatched(search)
-    whole.evidence = [f"{each}, but {text}" for each in whole.evidence[:1]]
-    return whole
 
 
 def _is_finite(search: Search) -> bool:
