@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..base.modules import is_of_torch, modules_in, step_of
+from ..base.modules import step_of
 from ..base.tensors import devices_of
 from ..base.text import error_line
 from ..guard.explaining import USE_RUN
@@ -50,7 +50,7 @@ def investigate(
     begin = time.perf_counter()
     ranks = RankCoordinator() if ranks is None else ranks
     step.long = LongExplanation(step.budget)
-    before = global_values(classes=_classes_of(step.models))
+    before = global_values()
     found, stopped = _searched(step, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own
         has_forwards = ranks.is_alone and any(call.forwards for call in step.calls)
@@ -60,7 +60,7 @@ def investigate(
             step = replace(step, calls=calls)
         found = _by_other_views(step, found, stopped, ranks)
         found.news = _news(step, found)
-        changed = changed_names(before, global_values(classes=_classes_of(step.models)))
+        changed = changed_names(before, global_values())
         if changed and step.num_forwards:
             found.notes.append(notes.counted_text(changed))
     is_saved = artifact_bytes > 0 and bool(step.calls)
@@ -81,12 +81,6 @@ def _news(step: BadStep, found: Explanation) -> str:
     except Exception as error:
         _log.debug("What is new in a bad step was not found out: %s", error)
         return ""
-
-
-def _classes_of(models: Mapping[str, nn.Module]) -> set[type]:
-    """The program's own classes of modules."""
-    modules = (each for model in models.values() for each in modules_in(model))
-    return {type(each) for each in modules if not is_of_torch(each)}
 
 
 def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:

@@ -7,13 +7,10 @@ None of the program's code runs.
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
-import os
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from types import FunctionType
 from typing import Any
 
 from ..base.text import is_of_program
@@ -25,43 +22,29 @@ _CONTAINERS = (
     *(list, dict, set, collections.deque, collections.Counter),
     *(collections.OrderedDict, collections.defaultdict, bytearray),
 )
-# Names of modules of packages and of Python, as most are: each is looked at once.
-_installed: set[str] = set()
-_folders: dict[str, bool] = {}  # whether their files are the program's
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
-def global_values(
-    iterators: Iterable[Any] = (), classes: Iterable[type] = ()
-) -> Values:
+def global_values(iterators: Iterable[Any] = ()) -> Values:
     """The contents of global variables and attributes of classes, by their names.
 
     Args:
         iterators: Iterators that the replayed code reads.
-        classes: Classes that may be no module's, with variables that their methods use.
     """
-    named = itertools.chain(_named(_own_modules()), _of_classes(classes))
-    found = {name: _outline(value) for name, value in named}
+    found = {name: _outline(value) for name, value in _named(_own_modules())}
     counts = [each for each in iterators if type(each) is itertools.count]
     return found | {("", "itertools.count()"): list(map(repr, counts))}
 
 
-def _own_modules() -> list[types.ModuleType]:
-    """The modules of the program's own files."""
-    found = [each for each in list(sys.modules.items()) if each[0] not in _installed]
-    modules = []
-    for name, module in found:
-        if not isinstance(module, types.ModuleType):
-            continue
-        file = vars(module).get("__file__")  # what is imported at its first use is not
-        folder = os.path.dirname(file) or file if isinstance(file, str) else ""
-        if isinstance(file, str) and folder not in _folders:
-            _folders[folder] = is_of_program(file)
-        if isinstance(file, str) and not _folders[folder]:
-            _installed.add(name)
-        elif isinstance(file, str) or vars(module).get("__name__") == "__main__":
-            modules.append(module)
-    return modules
+def _own_modules() -> Iterator[types.ModuleType]:
+    """Yields the modules of the program's own files."""
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            own = vars(module)  # what is imported at its first use is not
+            file = own.get("__file__")
+            is_main = file is None and own.get("__name__") == "__main__"
+            if is_main or (isinstance(file, str) and is_of_program(file)):
+                yield module
 
 
 def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
@@ -74,18 +57,6 @@ def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
             if isinstance(value, type) and value.__module__ == place:
                 for key, each in list(vars(value).items()):
                     yield (place, f"{value.__name__}.{key}"), each
-
-
-def _of_classes(classes: Iterable[type]) -> Iterator[tuple[_Name, Any]]:
-    for each in classes:
-        for key, value in list(vars(each).items()):
-            yield (each.__module__, f"{each.__name__}.{key}"), value
-            if not isinstance(value, FunctionType):
-                continue
-            cells = value.__closure__ or ()
-            for name, cell in zip(value.__code__.co_freevars, cells, strict=True):
-                with contextlib.suppress(ValueError):  # not assigned yet
-                    yield (f"{each.__module__}.{key}", name), cell.cell_contents
 
 
 def _outline(value: Any) -> Any:

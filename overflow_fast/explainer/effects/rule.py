@@ -415,8 +415,8 @@ def _words_of_each_call(function: Any) -> str:
 def _words_of_opaque(function: Any) -> str:
     """Of a function that is called neither as Python's nor as C's."""
     kind = type(function)
-    if kind.__mro__[-2].__name__ == "_CData":  # of `ctypes`
-        return kinds.FOREIGN
+    if kind.__mro__[-2].__name__ == "_CData":  # of `ctypes`, whose own has no name
+        return kinds.FOREIGN if hasattr(function, "__name__") else ""
     is_of_cython = kind.__name__ == "cython_function_or_method"
     names = kinds.FILE_WRITES | kinds.OTHER_WRITES
     return kinds.WRITES if is_of_cython and function.__name__ in names else ""
