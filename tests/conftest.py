@@ -29,12 +29,12 @@ from processes import serve_from_here
 from sealed import sealed_device
 
 from overflow_fast import _C
-from overflow_fast.explainer import budget, long_explanation, replayer
+from overflow_fast.explainer import budget, replayer
 from overflow_fast.guard import guards_of_process
 
 # What is run again and tried does not depend on what else runs here.
 budget.LEAST_SECONDS = replayer.LEAST_SECONDS = 600.0
-long_explanation.LONG_SECONDS = 600.0
+replayer.LONG_SECONDS = 600.0
 
 with contextlib.suppress(ImportError):  # where it is missing, its tests say so
     from hypothesis import settings

@@ -15,7 +15,6 @@ from ..guard.options import BUDGET
 from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.compiler import has_compiled
 from .calls import Call
-from .long_explanation import LongExplanation
 from .past_steps import PastSteps
 from .replay_check import ReplayCheck
 from .replay_ranks import RankCoordinator
@@ -35,7 +34,6 @@ class BadStep:
         budget: How many forwards it may run; see `find_remedies` for remedies.
         replay_check: Compares the first run with the step; None where nobody watched.
         replayers: All that have run it, in any view.
-        long: Says that it takes long.
         kind: Of the first bad entry: see `BadEntry.kind`; "" where nobody watched.
         module: The name of its module, or "".
         is_made: Whether that module is known to have made it.
@@ -66,7 +64,6 @@ class BadStep:
     budget: int = BUDGET
     replay_check: ReplayCheck | None = None
     replayers: list[Replayer] = field(default_factory=list)
-    long: LongExplanation | None = None
     kind: str = ""
     module: str = ""
     is_made: bool = False
@@ -100,7 +97,6 @@ class BadStep:
                 *(self.models, self.calls, self.start, ranks),
                 inner=inner,
                 tail=tail,
-                long=self.long,
             )
         )
         return self.replayers[-1]

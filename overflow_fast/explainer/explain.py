@@ -26,7 +26,6 @@ from .bad_step import BadStep
 from .calls import Call
 from .effects.held_signals import as_raised
 from .effects.rule import StoppedError
-from .long_explanation import LongExplanation
 from .news import news_of
 from .program_globals import changed_names, global_values
 from .questions import TREE
@@ -49,7 +48,6 @@ def investigate(
     """
     begin = time.perf_counter()
     ranks = RankCoordinator() if ranks is None else ranks
-    step.long = LongExplanation(step.budget)
     before = global_values()
     found, stopped = _searched(step, ranks)
     if found is not ranks.result:  # the rank that led looks at all views of its own

@@ -10,6 +10,7 @@ was when the step began; at the end it is put back bit for bit.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import sys
 import time
@@ -39,7 +40,6 @@ from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .leaves import Leaf, held_leaves
-from .long_explanation import LongExplanation
 from .named_tensors import modules_by_name, names_of, partitions_of, state_by_name
 from .op_call import OpCall
 from .op_table import OpTable
@@ -49,6 +49,11 @@ from .snapshot import Snapshot
 from .tensor_kinds import NAN, NEGATIVE_INF, floats_in, kinds_of, sizes_and_bad
 from .torch_calls import TorchCalls
 from .trace_back import RootOp, masked_whole, trace_back
+
+# If it is less, explanations of usual steps log a line more; if it is more, a program
+# that waits for one says nothing for longer. Chosen, not measured.
+LONG_SECONDS = 5.0
+_log = logging.getLogger("overflow_fast")
 
 
 class Patch:
@@ -322,7 +327,6 @@ class Replayer:
             this one alone.
         inner: The module whose outputs' gradients are looked at, too; None for none.
         tail: The program's lines behind the last backward, to be run there.
-        long: Is told of each run that this rank orders.
 
     Attributes:
         state: All that a run may change, kept.
@@ -340,10 +344,9 @@ class Replayer:
         ranks: RankCoordinator | None = None,
         inner: str | None = None,
         tail: Tail | None = None,
-        long: LongExplanation | None = None,
     ) -> None:
         self._tail = tail
-        self._long = long
+        self._begin, self._is_long_said = time.perf_counter(), False
         self._last: Call | None = None
         self._is_at_start = False
         self._inner = None if inner is None else OutputGradients(inner)
@@ -419,11 +422,21 @@ class Replayer:
             patches: The changes to make meanwhile, on all ranks.
             observers: They see this rank's run.
         """
-        if self._long is not None:
-            self._long.note_replay()
+        self._say_it_takes_long()
         order = RunOrder(step, tuple(patches))
         self.ranks.order(order)
         return self.follow(order, observers)
+
+    def _say_it_takes_long(self) -> None:
+        """Logs a line, once: who waits for an explanation need not look for a hang."""
+        seconds = time.perf_counter() - self._begin
+        if seconds >= LONG_SECONDS and not self._is_long_said:
+            self._is_long_said = True
+            _log.warning(
+                "What was non-finite is run again to find why: %.0f s so far. "
+                "`budget=` limits it.",
+                seconds,
+            )
 
     def follow(
         self, order: RunOrder, observers: Sequence[Observer] = ()

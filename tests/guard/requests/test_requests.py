@@ -16,7 +16,7 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.explainer import long_explanation
+from overflow_fast.explainer import replayer
 from overflow_fast.guard.requests import again, forwards
 from overflow_fast.guard.requests.left_state import LeftState
 from overflow_fast.guard.requests.requests import Requests
@@ -82,7 +82,7 @@ def large_in_a_row(net):
     "fails", [lambda net: rows_bad(1), left_in_a_weight, large_in_a_row]
 )
 def test_a_request_is_not_told_of_training(fails, caplog, monkeypatch):
-    monkeypatch.setattr(long_explanation, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(replayer, "LONG_SECONDS", 0.0)
     net = make_net()
     x = fails(net)
     with OverflowGuard(net):
