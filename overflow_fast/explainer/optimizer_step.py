@@ -176,28 +176,16 @@ def _by_settings(
         given: What the step is made again with, in words.
         found: What is said of the parameter so far.
     """
-    now = optimizer.param_groups[place]
-    texts = [f"{_named(place, name)} was {value}" for name, value in wrong.items()]
-    since = [
-        f"{_named(place, name)} is {_number(now[name.partition('[')[0]])} now"
-        for name in wrong
-        if "[" not in name and not nonfinite_in({name: now[name]})
-    ]
-    text = f"{' and '.join(texts)} in the last step of {type(optimizer).__name__}"
+    last = f"in the last step of {type(optimizer).__name__}"
+    texts = [f"{_named(place, n)} was {value} {last}" for n, value in wrong.items()]
     made = f"that step made again with {given} is non-finite as well"
-    made = f"{made}; {', '.join(since)}" if since else made
     found = replace(found, phase="optimizer", cause=BAD_SETTING.name)
-    return replace(found, evidence=[text, made])
+    return replace(found, evidence=[*texts, made])
 
 
 def _named(place: int, name: str) -> str:
     key, bracket, rest = name.partition("[")
     return f"param_groups[{place}]['{key}']{bracket}{rest}"
-
-
-def _number(value: Any) -> str:
-    is_number = isinstance(value, (int, float))
-    return f"{value:g}" if is_number else str(value)
 
 
 def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | None:

@@ -535,18 +535,6 @@ class Counts(Net):
         return super().forward(x)
 
 
-def in_closure():
-    count = 0
-
-    class Closes(Net):
-        def forward(self, x):
-            nonlocal count
-            count += 1
-            return super().forward(x)
-
-    return Closes()
-
-
 class Warns(Net):
     """Python notes in the module's globals where it has warned."""
 
@@ -570,7 +558,6 @@ class Compiles(Net):
     ("make", "names"),
     [
         (Counts, "`COUNT`, `HISTORY`, `Counts.calls`"),
-        (in_closure, "`count`"),
         (Warns, ""),
         (Compiles, ""),
         (Net, ""),

@@ -349,11 +349,6 @@ EFFECTS = {
         with_a_condition,
         in_backward,
     ],
-    "takes a lock of several processes": [
-        lambda w: w.shared.acquire(),
-        lambda w: w.shared.acquire(block=False),
-        lambda w: w.shared.__enter__(),
-    ],
     "wakes other threads": [
         lambda w: w.event.set(),
         lambda w: w.set.clear(),
@@ -479,7 +474,7 @@ def loss_of_a_model(w):
 
 
 def with_a_free_lock(w):
-    with w.free, w.recursive, w.condition:
+    with w.free, w.recursive, w.condition, w.shared:
         pass
 
 
@@ -489,6 +484,7 @@ def tries(w):
 
 def held_by_itself(w):
     w.free.acquire()
+    w.shared.acquire()
 
 
 def by_its_own(w):

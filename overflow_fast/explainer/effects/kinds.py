@@ -19,7 +19,6 @@ from .before import Before
 
 QUEUE = "takes from a queue, or writes to it"
 LOCK = "waits for a lock that is held"
-SHARED = "takes a lock of several processes, or gives it back"
 SIGNALS = "wakes other threads"
 WAITS = "waits for another thread"
 ITERATOR = "takes from an iterator that was there before"
@@ -111,7 +110,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("sqlite3", "_sqlite3"), (DATABASE,)),
     **dict.fromkeys(("_socket", "_ssl"), (SOCKET,)),
     "select": (WAITS, "poll", "control"),
-    "_multiprocessing": (SHARED, "acquire", "release", "__enter__"),
     "_queue": (QUEUE, "get", "put", "get_nowait", "put_nowait"),
     "mmap": (WRITES, "write", "write_byte", "flush", "resize", "move"),
 }

@@ -228,6 +228,7 @@ class _Policy:
         ):
             return lambda frame: self._words_of_file(owner, name)
         is_lock = isinstance(owner, kinds.LOCK_TYPES)
+        is_lock |= kind.__module__ == "_multiprocessing"
         if is_lock and name in (*kinds.ACQUIRES, *kinds.RELEASES):
             return lambda frame: self._words_of_lock(owner, name, frame)
         if kind in kinds.GENERATORS and name in ("send", "throw", "close"):
@@ -244,9 +245,7 @@ class _Policy:
         if isinstance(file, kinds.WITHIN_PROCESS) and not self.before.has(file):
             return ""
         if name in kinds.FILE_WRITES:
-            # A file that is only read has nothing to flush.
-            can_write = name != "flush" or _is_writable(file)
-            return kinds.WRITES if can_write else ""
+            return kinds.WRITES
         return kinds.READS if self.before.has(file) else ""
 
     def _words_of_next(self, frame: types.FrameType) -> str:
@@ -476,16 +475,11 @@ def _stays_held(lock: Any) -> bool:
 
 
 def _is_held(lock: Any) -> bool:
+    if type(lock).__module__ == "_multiprocessing":
+        return bool(lock._is_zero() and not lock._is_mine())
     if isinstance(lock, kinds.LOCK_TYPES[0]):
         return bool(lock.locked())
     return "owner=0 " not in repr(lock) and not lock._is_owned()
-
-
-def _is_writable(file: Any) -> bool:
-    try:
-        return bool(file.writable())
-    except Exception:  # it is closed, or the program's own
-        return False
 
 
 def _opens_for_writing(path: Any, mode: Any = None, flags: Any = 0) -> bool:
