@@ -209,14 +209,6 @@ def _always(words: str) -> WordsOf:
     return lambda run, own: words
 
 
-def _of_event(run: Run, own: dict[str, Any]) -> str:
-    return "" if own["self"].is_set() else WAITS
-
-
-def _of_join(run: Run, own: dict[str, Any]) -> str:
-    return WAITS if own["self"].is_alive() else ""
-
-
 def _of_future(run: Run, own: dict[str, Any]) -> str:
     return "" if own["self"].done() else WAITS
 
@@ -249,7 +241,7 @@ KNOWN: dict[str, WordsOf] = {
         f"multiprocessing.connection:_ConnectionBase.{n}": _always(SOCKET)
         for n in ("send", "recv", "send_bytes", "recv_bytes", "poll")
     },
-    "threading:Event.wait": _of_event,
+    "threading:Event.wait": _always(WAITS),
     "threading:Event.set": _always(SIGNALS),
     "threading:Event.clear": _always(SIGNALS),
     "threading:Condition.wait": _always(WAITS),
@@ -259,7 +251,7 @@ KNOWN: dict[str, WordsOf] = {
     "threading:Semaphore.release": _always(SIGNALS),
     "threading:BoundedSemaphore.release": _always(SIGNALS),
     "threading:Thread.start": _always(THREAD),
-    "threading:Thread.join": _of_join,
+    "threading:Thread.join": _always(WAITS),
     "concurrent.futures._base:Future.result": _of_future,
     "concurrent.futures._base:Future.exception": _of_future,
     "concurrent.futures._base:wait": _always(WAITS),

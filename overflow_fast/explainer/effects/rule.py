@@ -355,8 +355,7 @@ class _Policy:
         for each in values:
             value = returned if each is UNSEEN else each
             if isinstance(value, kinds.LOCK_TYPES):
-                # What torch waits for is held by torch, in another thread.
-                if is_of_user(frame.f_code.co_filename) and _stays_held(value):
+                if _stays_held(value):
                     self._stop(frame, kinds.LOCK)
             elif each is not UNSEEN and self.before.has(value):
                 self._stop(frame, kinds.ITERATOR)
