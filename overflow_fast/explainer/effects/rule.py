@@ -32,7 +32,6 @@ import pickle
 import socket
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -265,10 +264,9 @@ class _Policy:
     def _words_of_lock(self, lock: Any, name: str, frame: types.FrameType) -> str:
         if name in kinds.ACQUIRES:
             is_torchs = not is_of_user(frame.f_code.co_filename)
-            if (is_torchs or _is_tried(frame)) and _is_held(lock):
-                return ""
-            if _stays_held(lock):
-                return kinds.LOCK
+            waits = not (is_torchs or _is_tried(frame))
+            if not _is_free(lock, _PATIENCE if waits else 0.0):
+                return kinds.LOCK if waits else ""
             if name != "__enter__":
                 self._taken.append(lock)
             return ""
@@ -355,7 +353,7 @@ class _Policy:
         for each in values:
             value = returned if each is UNSEEN else each
             if isinstance(value, kinds.LOCK_TYPES):
-                if _stays_held(value):
+                if not _is_free(value, _PATIENCE):
                     self._stop(frame, kinds.LOCK)
             elif each is not UNSEEN and self.before.has(value):
                 self._stop(frame, kinds.ITERATOR)
@@ -463,22 +461,12 @@ def _is_tried(frame: types.FrameType) -> bool:
     return any(each is False for each in arguments(frame))
 
 
-def _stays_held(lock: Any) -> bool:
-    """True for a lock that this thread would wait for, for longer than a moment."""
-    end = time.perf_counter() + _PATIENCE
-    while _is_held(lock):
-        if time.perf_counter() > end:
-            return True
-        time.sleep(0.001)
-    return False
-
-
-def _is_held(lock: Any) -> bool:
-    if type(lock).__module__ == "_multiprocessing":
-        return bool(lock._is_zero() and not lock._is_mine())
-    if isinstance(lock, kinds.LOCK_TYPES[0]):
-        return bool(lock.locked())
-    return "owner=0 " not in repr(lock) and not lock._is_owned()
+def _is_free(lock: Any, seconds: float) -> bool:
+    """True for a lock that this thread can take within so many seconds."""
+    is_taken = bool(lock.acquire(True, seconds))
+    if is_taken:
+        lock.release()
+    return is_taken
 
 
 def _opens_for_writing(path: Any, mode: Any = None, flags: Any = 0) -> bool:
