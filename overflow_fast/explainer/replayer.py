@@ -433,9 +433,8 @@ class Replayer:
         if seconds >= LONG_SECONDS and not self._is_long_said:
             self._is_long_said = True
             _log.warning(
-                "What was non-finite is run again to find why: %.0f s so far. "
-                "`budget=` limits it.",
-                seconds,
+                "What was non-finite is run again to find why, which takes long. "
+                "`budget=` limits it."
             )
 
     def follow(
