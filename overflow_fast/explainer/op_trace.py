@@ -115,10 +115,6 @@ class OpObserver:
 
     number_of: Callable[[torch.Tensor], int] = staticmethod(memory_of)
 
-    def looks_at(self, name: str) -> bool:
-        """True if operations of this name are to be run by `run()`."""
-        return True
-
     def run(self, op: OpCall, modules: ModuleStack) -> Any:
         """Runs an operation with `op.run()`, and returns what that returned.
 
@@ -186,8 +182,6 @@ class OpTrace(TorchDispatchMode):
                     parts = func.decompose(*args, **kwargs)
                 if parts is not NotImplemented:
                     return parts
-            if not self._observer.looks_at(name):
-                return func(*args, **kwargs)
             # A tensor of another class may have operations of the program's.
             with _C.OwnCode(not types or all(each in PLAIN for each in types)):
                 op = OpCall(func, args, kwargs, self._observer.number_of)

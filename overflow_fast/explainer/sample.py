@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from ..guard.report import notes
 from ..guard.report.causes import NOT_REPRODUCIBLE
@@ -17,10 +14,9 @@ from .calls import Call, batch_size, why_whole
 from .halving import Halving
 from .leaves import Leaf
 from .op_call import OpCall
-from .op_trace import ModuleStack, OpObserver, OpTrace
-from .replayer import Observer, Replayer, ReplayResult, StepPart
+from .replayer import Replayer, ReplayResult, StepPart
 from .sentinel import outlier_in, sentinel_in
-from .tensor_kinds import as_wide, is_float, kinds_of
+from .tensor_kinds import as_wide, is_float
 from .trace_back import RootOp
 
 COMPUTED = ("forward", "backward")  # phases in which samples go their own ways
@@ -68,16 +64,13 @@ def find_sample(
         index = None
     else:
 
-        def run(
-            rows: Sequence[int], observers: Sequence[Observer] = (), **how: bool
-        ) -> ReplayResult:
+        def run(rows: Sequence[int], **how: bool) -> ReplayResult:
             if not may_run(1):
                 raise _SpentError
-            part = StepPart(place, tuple(rows), **how)
-            return replayer.run(part, observers=observers)
+            return replayer.run(StepPart(place, tuple(rows), **how))
 
         try:
-            index, others = _halved(source, size, run, traced, replayer.models)
+            index, others = _halved(source, size, run, traced)
         except _SpentError:
             index = None
             found.notes.append(notes.WHICH_SAMPLE)
@@ -105,7 +98,6 @@ def _halved(
     size: int,
     run: Callable[..., ReplayResult],
     traced: ReplayResult,
-    models: Mapping[str, nn.Module],
 ) -> tuple[int | None, ReplayResult | None]:
     """The sample with which alone the same operation fails, and not without it.
 
@@ -117,7 +109,6 @@ def _halved(
         size: How many samples there are.
         run: Replays the step with some of them.
         traced: The replay with all.
-        models: The models.
 
     Returns:
         The sample, and the replay of the others, which is finite; else None.
@@ -126,19 +117,10 @@ def _halved(
 
     def fails(rows: Sequence[int]) -> bool:
         """True if a part of the batch fails at the same place."""
-        fails_again = None if _reads_bad(source) else _FailsAgain(source)
-        observers = [] if fails_again is None else [fails_again]
-        has_table = fails_again is None
-        result = run(rows, observers, has_table=has_table, has_backward=has_backward)
+        result = run(rows, has_backward=has_backward)
         is_bad = stays_within or result.is_forward or result.is_in_gradients
         is_bad = is_bad or bool(result.bad_buffers)
-        if result.error is not None or not is_bad:
-            return False
-        if fails_again is not None:
-            return fails_again.is_seen
-        again = None if stays_within else result.root_op(models)
-        other = None if again is None else again.source
-        return isinstance(other, OpCall) and other.place == source.place
+        return result.error is None and is_bad and _begins_again(source, result)
 
     first, last = _guesses(source, size) or (None, None)
     if last is not None and last != first and fails([last]):
@@ -155,10 +137,16 @@ def _halved(
         if not is_seen and not fails([found]):
             return None, None
     rows = [i for i in range(size) if i != found]
-    observers = [_FailsAgain(source)] * stays_within
-    others = run(rows, observers, has_table=False)
-    is_finite = others.is_clean and not any(each.is_seen for each in observers)
+    others = run(rows, has_table=stays_within)
+    is_finite = others.is_clean and not _begins_again(source, others)
     return (found, others) if is_finite else (None, None)
+
+
+def _begins_again(source: OpCall, result: ReplayResult) -> bool:
+    """True if bad values have begun at the place of an operation in another replay."""
+    ops = [] if result.table is None else result.table.ops
+    same = [each for each in ops if each.place == source.place]
+    return any(e.makes_bad or (source.reduces and e.reduces) for e in same)
 
 
 def _guesses(source: OpCall, size: int) -> tuple[int, int] | None:
@@ -171,45 +159,6 @@ def _guesses(source: OpCall, size: int) -> tuple[int, int] | None:
         return None
     each = length // size
     return details.op.first_index[0] // each, details.last_index[0] // each
-
-
-def _reads_bad(source: OpCall) -> bool:
-    """True if an operation may have read non-finite values, such as those of a mask."""
-    return source.details is None or source.details.has_bad_inputs
-
-
-class _FailsAgain(Observer, OpObserver):
-    """Sees whether an operation makes non-finite values of finite ones in a replay.
-
-    Looks at what runs at its place alone, which takes less than a table of all.
-
-    Attributes:
-        is_seen: It does.
-    """
-
-    def __init__(self, failed: OpCall) -> None:
-        self._failed = failed
-        self.is_seen = False
-
-    def observing(
-        self, models: Mapping[str, nn.Module]
-    ) -> AbstractContextManager[object]:
-        """Sees the operations that run within."""
-        return OpTrace(models, self)
-
-    def looks_at(self, name: str) -> bool:
-        """See `OpObserver`."""
-        return not self.is_seen and name == self._failed.name
-
-    def run(self, op: OpCall, modules: ModuleStack) -> Any:
-        """Runs an operation; see `OpObserver`."""
-        is_finite = not any(map(kinds_of, op.read()))
-        op.run()
-        modules.note_caller(op)
-        if is_finite and op.place == self._failed.place:
-            with torch.no_grad():
-                self.is_seen = any(map(kinds_of, op.made))
-        return op.output
 
 
 def _dataset_index(call: Call, index: int, size: int) -> int | None:
