@@ -56,7 +56,7 @@ def investigate(
         if stopped:
             calls = [each for call in step.calls for each in call.forwards or [call]]
             step = replace(step, calls=calls)
-        found = _by_other_views(step, found, stopped, ranks)
+        found = _by_other_views(step, found, stopped)
         found.news = _news(step, found)
         changed = changed_names(before, global_values())
         if changed and step.num_forwards:
@@ -95,16 +95,13 @@ def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:
     return found, ""
 
 
-def _by_other_views(
-    step: BadStep, found: Explanation, stopped: str, ranks: RankCoordinator
-) -> Explanation:
+def _by_other_views(step: BadStep, found: Explanation, stopped: str) -> Explanation:
     """Explains by further views of the step what the kept calls have left open.
 
     Args:
         step: The step.
         found: What was found by these.
         stopped: The effect before which a function was ended, whose forwards they are.
-        ranks: The ranks.
     """
     asks = not stopped and _asks_for_loss(found, step.calls)
     is_behind = not notes.BEHIND.keys().isdisjoint(found.notes)
@@ -115,9 +112,8 @@ def _by_other_views(
     is_one = world_size() == 1
     if stopped:
         found = views.explain_forwards(step, stopped)
-    elif asks:
-        may_run = ranks.is_alone and is_one
-        found = views.explain_loss(step, found, may_run=may_run)
+    elif asks and is_one:  # other ranks would not run the lines
+        found = views.explain_loss(step, found)
     return views.explain_behind(step, found) if is_one else found
 
 

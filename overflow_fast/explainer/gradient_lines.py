@@ -66,7 +66,7 @@ def _run_statement(code: types.CodeType, around: dict[str, Any]) -> None:
 
 def find_gradient_code() -> GradientCode | None:
     """Finds the lines between backward and the line that runs now, or returns None."""
-    for frame, _, around in running_code():
+    for frame, around in running_code():
         lines = _lines_behind(around, frame.f_lineno)
         if lines is not None:
             names = variables_of(frame)

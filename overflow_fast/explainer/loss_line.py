@@ -1,4 +1,4 @@
-"""The program's line that computes what `backward()` is called on, and advice on it.
+"""The program's line that computes what `backward()` is called on.
 
 It is found by the names that are written in the running code. Calls none of it.
 """
@@ -7,39 +7,28 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
-from ..base.modules import modules_in
 from ..guard.kept_calls import held_function
 from .running_code import (
     BACKWARDS,
     is_within,
-    names_in,
     own_nodes,
     running_code,
     targets_of,
     variables_of,
     writes_of,
 )
-from .users_lines import Site
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 UNNAMED = "the_loss"  # a variable for a loss that has none
-_MOST_CODE = 200  # characters of a line that advice writes out
-_DIRECT = "Write it as `{name} = guard.run(lambda: {code})` ({place})."
-_INDIRECT = (
-    "The loss is computed at {place}: `{name} = {code}`. Call the model and that line "
-    "in one function, and that by `{name} = guard.run(function)`."
-)
 
 
 def losses_in(around: ast.AST) -> list[ast.expr]:
@@ -64,14 +53,12 @@ class LossLine:
     Attributes:
         frame: The running code that called backward.
         variables: Its local variables, as they are now.
-        source: The text of its file.
-        around: Its function in that text, or the whole file.
+        around: Its function in the text of its file, or the whole file.
         backward: What backward is called on: a variable, or another expression.
     """
 
     frame: FrameType
     variables: Mapping[str, Any]
-    source: str
     around: ast.AST
     backward: ast.expr
 
@@ -100,25 +87,11 @@ class LossLine:
         """The statements that assign to it."""
         return [each for each in self.statements if self.name in targets_of(each)]
 
-    @property
-    def assignment(self) -> ast.Assign | None:
-        """The one assignment to it that does not go on from its value, or None."""
-        own, found = self.name, self.assignments
-        first = [n for n in found if own not in names_in(n, ast.Load)]
-        is_plain = all(
-            isinstance(getattr(n, "targets", [0])[0], ast.Name) for n in found
-        )
-        if len(first) != 1 or not is_plain or not isinstance(first[0], ast.Assign):
-            return None
-        given = first[0].value.args if isinstance(first[0].value, ast.Call) else []
-        reads = any(names_in(each, ast.Load) for each in given or [first[0].value])
-        return first[0] if reads or len(found) == 1 else None  # else others add to it
-
 
 def find_loss_line() -> LossLine | None:
     """Finds the line that computed the loss, or returns None. Calls no program code."""
     loss: Any = None
-    for frame, source, around in running_code():
+    for frame, around in running_code():
         of: ast.expr | None
         if loss is None:
             before = [n for n in losses_in(around) if n.lineno <= frame.f_lineno]
@@ -127,7 +100,7 @@ def find_loss_line() -> LossLine | None:
             of = _given_in(around, frame, loss)
         if of is None:
             continue
-        line = LossLine(frame, variables_of(frame), source, around, of)
+        line = LossLine(frame, variables_of(frame), around, of)
         if not line.is_held or line.assignments:
             return line
         loss = line.variables.get(line.name)  # an argument: its caller computed it
@@ -162,7 +135,7 @@ def loss_at_hand() -> torch.Tensor | None:
     written = [each for each in later if line.name in writes_of(each, ())]
     with contextlib.closing(running_code()) as code:  # else its frames hold this one
         within = itertools.takewhile(lambda each: each[0] is not frame, code)
-        loops = [n for inner, _, around in within for n in _loops_at(inner, around)]
+        loops = [n for inner, around in within for n in _loops_at(inner, around)]
     loops += [
         loop
         for loop in _loops_at(frame, line.around)
@@ -177,48 +150,6 @@ def _loops_at(frame: FrameType, around: ast.AST) -> list[ast.AST]:
     return [each for each in loops if is_within(frame.f_lineno, each)]
 
 
-def advice(line: LossLine, models: Sequence[nn.Module]) -> str:
-    """Describes what to change for the loss to be replayed, or returns ""."""
-    assigned = line.assignment
-    if assigned is None or line.others:
-        return ""  # which loss was bad is not known
-    code = ast.get_source_segment(line.source, assigned.value) or ""
-    if not code or "\n" in code or len(code) > _MOST_CODE or ".run(" in code:
-        return ""
-    called = [n.func for n in ast.walk(assigned.value) if isinstance(n, ast.Call)]
-    around = {**line.frame.f_globals, **line.variables}
-    values = [_value(each, around) for each in called]
-    names = names_in(assigned.value, ast.Load)
-    if not any(is_followed(around.get(each)) for each in names):  # else it was called
-        values += [v for each in called for v in _read_in(each, around)]
-    held = {e for v in values if isinstance(v, nn.Module) for e in modules_in(v)}
-    form = _DIRECT if held & set(models) else _INDIRECT
-    place = Site(line.frame.f_code, assigned.lineno, 0).text
-    return form.format(name=line.name, code=code, place=place)
-
-
 def is_followed(value: Any) -> bool:
     """True for tensors that autograd has computed, and data that holds some."""
     return any(each.grad_fn is not None for _, each in held_function.data_in(value))
-
-
-def _read_in(called: ast.AST, around: Mapping[str, Any]) -> Iterator[Any]:
-    """The values that a called function's code has names for, without arguments."""
-    function = _value(called, around)
-    if isinstance(function, FunctionType):
-        yield from dict(held_function.variables_of(function)).values()
-        if isinstance(called, ast.Attribute):  # a method: what its object has
-            owner = _value(called.value, around)
-            yield from (_attribute(owner, n) for n in function.__code__.co_names)
-
-
-def _value(node: ast.AST, around: Mapping[str, Any]) -> Any:
-    """The value of `a.b.c`, without running code of the program."""
-    if isinstance(node, ast.Attribute):
-        return _attribute(_value(node.value, around), node.attr)
-    return around.get(node.id) if isinstance(node, ast.Name) else None
-
-
-def _attribute(of: Any, name: str) -> Any:
-    own = getattr(of, "__dict__", {}).get("_modules", {})
-    return own.get(name) or inspect.getattr_static(of, name, None)

@@ -24,8 +24,8 @@ _MOST_FRAMES = 64  # chosen, not measured
 _OWN_REFERENCES = 3  # of the frame, of a local variable, and of getrefcount()
 
 
-def running_code() -> Generator[tuple[FrameType, str, ast.AST], None, None]:
-    """Yields the program's frames, innermost first, with file's text and function."""
+def running_code() -> Generator[tuple[FrameType, ast.AST], None, None]:
+    """Yields the program's frames, innermost first, each with its function or file."""
     for frame in stack()[:_MOST_FRAMES]:
         if is_of_program(frame.f_code.co_filename):
             source = "".join(source_lines(frame.f_code, frame.f_globals))
@@ -35,7 +35,7 @@ def running_code() -> Generator[tuple[FrameType, str, ast.AST], None, None]:
                     is_function = isinstance(node, FUNCTIONS)
                     if is_function and is_within(frame.f_lineno, node):
                         around = node
-                yield frame, source, around
+                yield frame, around
 
 
 def is_within(line: int, node: Any) -> bool:

@@ -19,7 +19,7 @@ from ..torch_internals.compiler import has_compiled
 from .bad_step import BadStep
 from .gradient_lines import GradientCode, find_gradient_code
 from .loss_call import LossCall
-from .loss_line import LossLine, advice, find_loss_line
+from .loss_line import LossLine, find_loss_line
 from .questions import TREE
 from .replayer import Observer, StepPart
 from .search import Search
@@ -40,35 +40,24 @@ def explain_forwards(step: BadStep, stopped: str) -> Explanation:
     return found
 
 
-def explain_loss(step: BadStep, found: Explanation, *, may_run: bool) -> Explanation:
+def explain_loss(step: BadStep, found: Explanation) -> Explanation:
     """Explains a step with the program's lines of the loss, which lie outside of it.
 
     Args:
         step: The step, whose calls are its forwards.
         found: The explanation without those lines.
-        may_run: False if other ranks would not run the lines, too.
 
     Returns:
-        The explanation with them; else what was found, with what to change.
+        The explanation with them; else what was found.
     """
-    try:
-        line = find_loss_line()
-    except Exception:
-        line = None  # of source code that is not like Python's
-    if line is None:
-        return found
     num_before = len(step.replayers)
-    with contextlib.suppress(Exception):
-        own = _with_lines(step, line) if may_run else None
+    with contextlib.suppress(Exception):  # such as of source code unlike Python's
+        line = find_loss_line()
+        own = None if line is None else _with_lines(step, line)
         if own is not None:
             return own
     ended = (each.stopped for each in step.replayers[num_before:])
     found.notes += [notes.STOPPED.format(each) for each in filter(None, ended)]
-    text = advice(line, list(step.models.values()))
-    for place, note in enumerate(found.notes):
-        if USE_RUN in note:
-            found.notes[place] = f"{note} {text}".rstrip()
-            break
     return found
 
 

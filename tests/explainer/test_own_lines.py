@@ -565,6 +565,17 @@ def test_steps_that_must_not_be_replayed():
 # What is run again leaves nothing behind.
 
 
+def test_code_without_a_source_is_no_matter():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    space = {"model": model, "optimizer": optimizer, "torch": torch}
+    lines = "loss = torch.log(model(torch.ones(3, 2)) * 0).mean()\nloss.backward()\n"
+    with OverflowGuard(model, optimizer, explain=True):
+        with pytest.raises(NonFiniteError) as caught:
+            exec(compile(f"{lines}optimizer.step()", "<cell>", "exec"), space)
+    assert "guard.run(lambda: loss)" in str(caught.value.report.explanation)
+
+
 def test_nothing_is_left_behind(capsys):
     def way(t, x):
         outputs = t.model(x)
