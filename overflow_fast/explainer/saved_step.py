@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import random
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,13 +103,14 @@ class SavedStep:
             )
         device = next((p.device for p in parameters_of(model)), torch.device("cpu"))
         try:
-            batch = _batch(saved, saved.batch, device)
+            batch = _on(device, saved.batch)
+            if saved.is_of_model:
+                args, kwargs = batch
+                batch = tuple(args), {**kwargs}
             ambient = _ambient(saved.ambient)
             held = {place: each.to(device) for place, each in saved.held.items()}
         except Exception as error:
             raise UnreadableStepError(f"{self._path} is damaged: {error}") from error
-        if saved.is_of_model:
-            _check_arguments(batch, self._path)
         if saved.is_of_model and loss is None:
             call: Call = ModelCall.of(model, batch, ambient)
         else:
@@ -125,31 +123,15 @@ class SavedStep:
         return call
 
 
-def _batch(saved: SavedCall, value: Any, device: torch.device, at: str = "") -> Any:
-    """A batch on a device, with the named tuples that it had."""
+def _on(device: torch.device, value: Any) -> Any:
+    """A batch on a device."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device).requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        items = value.items()
-        return {k: _batch(saved, each, device, f"{at}[{k!r}]") for k, each in items}
-    if at in saved.named:
-        fields = saved.named[at]
-        made = collections.namedtuple(saved.was[at][0], fields)  # type: ignore[misc]
-        pairs = zip(fields, value, strict=True)
-        return made(*(_batch(saved, e, device, f"{at}.{name}") for name, e in pairs))
+        return {key: _on(device, each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = enumerate(value)
-        return type(value)(_batch(saved, e, device, f"{at}[{i}]") for i, e in parts)
+        return type(value)(_on(device, each) for each in value)
     return value
-
-
-def _check_arguments(batch: Any, path: Path) -> None:
-    """Raises UnreadableStepError if a batch is not the arguments of a model's call."""
-    is_pair = isinstance(batch, (list, tuple)) and len(batch) == 2
-    if not (
-        is_pair and isinstance(batch[0], (list, tuple)) and isinstance(batch[1], dict)
-    ):
-        raise UnreadableStepError(f"{path} is damaged: no arguments of a model's call")
 
 
 def _with_model(
@@ -171,41 +153,22 @@ def _one_argument(model: nn.Module, batch: Any) -> Any:
 
 
 def _ambient(saved: SavedAmbient) -> Ambient:
-    """Makes states of saved ones, but for those of devices that are not here.
-
-    Raises what those raise who are given a state, a device or a dtype that is none.
-    """
+    """Makes states of saved ones, but for those of devices that are not here."""
     ambient = Ambient.__new__(Ambient)
-    ambient.random = _states(saved.random)
+    random = saved.random.items()
+    ambient.random = RandomStates.of({n: s for n, s in random if _is_here(n)})
     ambient.training = saved.training
     ambient.autocast = [
         each for each in saved.autocast if torch.amp.is_autocast_available(each[0])
     ]
-    if not all(isinstance(dtype, torch.dtype) for *_, dtype in ambient.autocast):
-        raise TypeError("autocast has no dtype of torch")
     ambient.caches = saved.caches
     ambient.shares_buffers = None
     return ambient
 
 
-def _states(saved: Mapping[str, Any]) -> RandomStates:
-    states = {}
-    numpys: Any = sys.modules.get("numpy.random")
-    for name, state in saved.items():
-        if name == "python":
-            random.Random().setstate(state)
-        elif name == "cpu":
-            torch.Generator().set_state(state)
-        elif name == "numpy":
-            if numpys is None:
-                continue
-            numpys.RandomState().set_state(state)
-        elif not _is_here(torch.device(name)):
-            continue
-        states[name] = state
-    return RandomStates.of(states)
-
-
-def _is_here(device: torch.device) -> bool:
+def _is_here(name: str) -> bool:
+    if name in ("cpu", "python", "numpy"):
+        return True
+    device = torch.device(name)
     module = torch.get_device_module(device)
     return bool(module.is_available()) and (device.index or 0) < module.device_count()

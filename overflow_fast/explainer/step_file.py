@@ -2,18 +2,17 @@
 
 It holds tensors, dicts, lists, tuples and plain values alone, so that reading it runs
 no code of the step's types. What was of another type is one of these, and what cannot
-be written is None: `was`, `named` and `lost` say so, by places in the batch.
+be written is None: `was` and `lost` say so, by places in the batch.
 """
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
 from torch import nn
 
@@ -80,9 +79,6 @@ class SavedCall(Struct, kw_only=True):
         dict[str, tuple[str, str]],
         meaning("the type of what is read as another, and that, by places"),
     ] = {}
-    named: Annotated[
-        dict[str, list[str]], meaning("the fields of named tuples, by places")
-    ] = {}
 
 
 class SavedStepFile(Struct, tag_field="kind", tag="replay", kw_only=True):
@@ -90,7 +86,6 @@ class SavedStepFile(Struct, tag_field="kind", tag="replay", kw_only=True):
 
     schema: Annotated[int, meaning("the version of the format")]
     torch: Annotated[str, meaning("the release of torch")]
-    python: Annotated[str | UnsetType, meaning("that of Python")] = UNSET
     prefixes: Annotated[
         list[str],
         Meta(min_length=1),
@@ -137,7 +132,6 @@ def step_file(
     step = SavedStepFile(
         schema=SCHEMA,
         torch=str(torch.__version__),  # of a type of its own
-        python=platform.python_version(),
         prefixes=list(models),
         calls=[],
         weights={
@@ -192,7 +186,6 @@ def _saved(call: Call) -> tuple[dict[str, Any], int]:
         is_alone=call.has_backward is False,
         lost=batch.lost,
         was=batch.was,
-        named=batch.named,
     )
     num_bytes = batch.num_bytes + sum(each.nbytes for each in held.values())
     return {**asdict(saved), "ambient": asdict(saved.ambient)}, num_bytes
@@ -214,14 +207,13 @@ class _PlainBatch:
 
     Attributes:
         value: The batch.
-        lost: See `SavedCall`, as `was` and `named`.
+        lost: See `SavedCall`, as `was`.
         num_bytes: How many bytes its tensors have.
     """
 
     def __init__(self, batch: Any) -> None:
         self.lost: dict[str, str] = {}
         self.was: dict[str, tuple[str, str]] = {}
-        self.named: dict[str, list[str]] = {}
         self.num_bytes = 0
         self.value = self._plain(batch, "")
 
@@ -242,13 +234,10 @@ class _PlainBatch:
             self._note_kind(at, kind, dict)
             items = [(self._plain(k, at), k, each) for k, each in value.items()]
             return {k: self._plain(each, f"{at}[{own!r}]") for k, own, each in items}
-        if kind in (list, tuple):  # others would come back as another type
-            return kind(self._plain(e, f"{at}[{i}]") for i, e in enumerate(value))
-        fields = getattr(kind, "_fields", None)
-        if isinstance(value, tuple) and isinstance(fields, tuple):
-            self.was[at], self.named[at] = (kind.__name__, "named tuple"), list(fields)
-            pairs = zip(fields, value, strict=False)
-            return tuple(self._plain(each, f"{at}.{name}") for name, each in pairs)
+        if isinstance(value, (list, tuple)):
+            sequence = list if isinstance(value, list) else tuple
+            self._note_kind(at, kind, sequence)
+            return sequence(self._plain(e, f"{at}[{i}]") for i, e in enumerate(value))
         self.lost[at] = kind.__name__
         return None
 
