@@ -10,7 +10,7 @@ import datetime
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,29 +29,6 @@ class NotJoined(Exception):
 
 class OnRank(Exception):
     """An error of a replay that another rank has raised."""
-
-
-class Channel(Protocol):
-    """Lets ranks tell one another what they found, outside of the model's collectives.
-
-    Attributes:
-        rank: This rank.
-    """
-
-    rank: int
-
-    def meet(self, name: str, ranks: Sequence[int]) -> str:
-        """See `RankCoordinator.meet()`."""
-
-    def tell(self, text: str) -> None:
-        """Tells those that wait in `meet()` that this rank does not come."""
-
-    def exchange(self, value: Any) -> Mapping[int, Any]:
-        """Exchanges values; returns those of all ranks, by rank.
-
-        Raises:
-            NotJoined: If a rank gives nothing within the limit.
-        """
 
 
 class RankCoordinator:
@@ -74,7 +51,7 @@ class RankCoordinator:
 
     def __init__(
         self,
-        channel: Channel | None = None,
+        channel: StoreChannel | None = None,
         lead: int = 0,
         can_cut: Sequence[bool] = (),
     ) -> None:
@@ -253,7 +230,7 @@ class StoreChannel:
         return ""
 
     def tell(self, text: str) -> None:
-        """See `Channel`."""
+        """Tells those that wait in `meet()` that this rank does not come."""
         with contextlib.suppress(Exception):
             self._store.set(self._key("ended"), text)
 
