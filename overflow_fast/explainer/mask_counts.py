@@ -80,7 +80,7 @@ class MaskCounts:
             return _COUNT
         if tensor.numel() == 0:
             return _ZERO
-        ((_, stat),) = self._kinds.of([tensor], is_exact=True)
+        ((_, stat),) = self._kinds.of([tensor])
         if stat.abs_max == 1 and stat.abs_min in (0, 1):
             return _COUNT
         return _ZERO if stat.abs_max == 0 else _SUM

@@ -269,7 +269,7 @@ class OpTable(OpObserver):
             return
         self._mask_counts.note(op)
         made, bad = op.made, []
-        seen = self.kinds.of(made, op.memory, is_exact=True)
+        seen = self.kinds.of(made, op.memory)
         op.abs_max = seen[0][1].abs_max if seen else None
         if op.is_leap:
             self._note_leap(op)
@@ -293,7 +293,7 @@ class OpTable(OpObserver):
         sizes = [*map(abs, numbers), *(stat.abs_max or 0.0 for stat in stats)]
         op.most_read = max([op.most_read, *sizes])
         if isinstance(by, torch.Tensor):
-            op.divisor = self.kinds.of([by], op.memory, is_exact=True)[0][1].abs_min
+            op.divisor = self.kinds.of([by], op.memory)[0][1].abs_min
         elif isinstance(by, (int, float)):
             op.divisor = abs(by)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import _C
-from ..base.tensors import PLAIN, is_whole, kinds_in, real_parts, signs_of, widened
+from ..base.tensors import PLAIN, kinds_in, real_parts, signs_of, widened
 from ..base.text import dtype_name
 from ..base.tree import tensors_in
 from ..guard.report.op import TensorSummary
@@ -154,9 +154,8 @@ _Seen = tuple[int, Stat]  # the kinds, and the stat
 class Kinds:
     """Looks up which kinds of non-finite values tensors hold.
 
-    A tensor that nobody has written to is scanned once, and none that views memory
-    which was seen to be finite as a whole. Incurs a CPU-GPU sync for each scan of
-    tensors on a device.
+    A tensor that nobody has written to is scanned once. Incurs a CPU-GPU sync for each
+    scan of tensors on a device.
 
     Args:
         number_of: Returns the number of a tensor's memory; see `Memories`.
@@ -170,20 +169,21 @@ class Kinds:
         self,
         tensors: Sequence[torch.Tensor],
         memory: Mapping[int, int] | None = None,
-        is_exact: bool = False,
     ) -> list[_Seen]:
-        """The kinds in each tensor, and its stat, or that of all of its memory.
+        """The kinds in each tensor, and its stat.
 
         Kinds are a sum of NAN, POSITIVE_INF and NEGATIVE_INF.
 
         Args:
             tensors: The tensors.
             memory: The numbers of their memory, by their `id`, where these are known.
-            is_exact: Whether all stats must be of the tensors themselves.
         """
         known = memory or {id(each): self.number_of(each) for each in tensors}
         pairs = [(each, known[id(each)]) for each in tensors]
-        found = [self._look_up(*pair, is_exact) for pair in pairs]
+        found = [
+            self._known.get(number, {}).get(_contents_of(tensor))
+            for tensor, number in pairs
+        ]
         new = [place for place, each in enumerate(found) if each is None]
         # What a class of the program's detaches may be a tensor of torch's.
         own = [tensors[place] for place in new]
@@ -202,31 +202,12 @@ class Kinds:
         for tensor in tensors:
             self._known.pop(self.number_of(tensor), None)
 
-    def _look_up(
-        self, tensor: torch.Tensor, number: int, is_exact: bool
-    ) -> _Seen | None:
-        known = self._known.get(number)
-        if known is None:
-            return None
-        whole = known.get(_memory_now(tensor))
-        can_tell = whole is not None and (not is_exact or is_whole(tensor))
-        return whole if can_tell else known.get(_contents_of(tensor))
-
     def _remember(self, tensor: torch.Tensor, number: int, stat: Stat) -> _Seen:
         kinds = kinds_of(tensor, stat) if stat.has_nan or stat.has_inf else 0
         if tensor.is_inference() or tensor.is_neg():
             return kinds, stat
-        known = self._known.setdefault(number, {})
-        is_scanned = type(tensor) in PLAIN and stat.not_scanned is None
-        is_finite = is_scanned and not kinds and is_whole(tensor)
-        key = _memory_now(tensor) if is_finite else _contents_of(tensor)
-        known[key] = kinds, stat
+        self._known.setdefault(number, {})[_contents_of(tensor)] = kinds, stat
         return kinds, stat
-
-
-def _memory_now(tensor: torch.Tensor) -> _Contents:
-    """Identifies what the memory of a tensor holds until somebody writes to it."""
-    return _C.version_of(tensor), tensor.dtype
 
 
 def _contents_of(tensor: torch.Tensor) -> _Contents:
@@ -234,7 +215,7 @@ def _contents_of(tensor: torch.Tensor) -> _Contents:
     own = tensor if type(tensor) in PLAIN else local_part(tensor)
     is_strided = own.layout is torch.strided
     place = (own.stride(), own.storage_offset()) if is_strided else ()
-    return *_memory_now(tensor), own.shape, *place
+    return _C.version_of(tensor), tensor.dtype, own.shape, *place
 
 
 _FEW_COLUMNS = 4  # of more than twice as many; chosen, not measured
