@@ -39,7 +39,6 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # kink             has no one slope where its two operands are equal
 # leaves_out_nan   is of what is not nan among its inputs
 # linear           is linear in its inputs together; clamp where it changes nothing
-# lookup           takes the rows of its first argument that an index names
 # measure          measures a tensor, as a normalization does before it takes a root
 # moves            returns values that it was given, and computes none
 # nan_of_overflow  returns nan where its result is too large, in float64, too
@@ -60,8 +59,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 Trait = Literal[
     "adds", "at_least_0", "bilinear", "casts", "commutes", "constant", "cuts",
     "deviation", "difference", "divides", "each", "empty", "grows", "kink",
-    "leaves_out_nan",
-    "linear", "lookup", "measure", "moves", "nan_of_overflow", "normalizes",
+    "leaves_out_nan", "linear", "measure", "moves", "nan_of_overflow", "normalizes",
     "of_labels", "overwrites", "pivots", "product", "promotes", "random",
     "reinterprets", "root", "same", "softmax", "tells", "unit", "whole",
 ]  # fmt: skip
@@ -229,8 +227,7 @@ _TABLE = (
     ("__getitem__ T mT masked_select", _op("moves")),
     ("broadcast_tensors flip fliplr flipud rot90 roll", _op("moves")),
     ("tile repeat repeat_interleave _unsafe_view", _op("moves")),
-    ("gather index_select take_along_dim", _op("lookup moves")),
-    ("embedding* _embedding_bag* index gather_backward", _op("lookup")),
+    ("gather index_select take_along_dim", _op("moves")),
     ("index_add scatter_add", _op("grows linear")),
     ("index_put", _op("grows")),
     ("scatter", _op("linear")),

@@ -19,7 +19,6 @@ from torch import nn
 
 from ..base.modules import module_of_parameter
 from ..base.text import numbered
-from ..base.torch_ops import has
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BETWEEN_FORWARDS, IN_LOOP, SEEN_IN_BACKWARD
@@ -91,11 +90,7 @@ def explain_root_op(
     """
     source = root_op.source
     if isinstance(source, Leaf):
-        reader = root_op.first_reader
         found = explain_leaf(source, _read_by(root_op), call)
-        looks_up = reader is not None and has(reader.base, "lookup")
-        if looks_up and call is not None:
-            found.evidence += looked_up(source.tensor, call)
     else:
         found = _explain_op(source, ops, in_gradients)
         if found.op is not None and call is not None:
@@ -440,25 +435,3 @@ def _bad_rows(values: torch.Tensor) -> list[int]:
     is_bad = ~values.isfinite().flatten(1).all(1)
     rows = is_bad.nonzero().flatten().tolist()
     return rows if len(rows) <= _FEW_ROWS else []
-
-
-def looked_up(table: torch.Tensor | None, call: Call) -> list[str]:
-    """Describes where a call's batch holds the indices of a table's bad rows.
-
-    Args:
-        table: The table, such as an embedding.
-        call: The call.
-    """
-    values = None if table is None else as_wide(table)
-    rows = [] if values is None else _bad_rows(values)
-    found = []
-    for name, tensor in call.leaves():
-        if tensor.dtype not in (torch.int32, torch.int64) or not tensor.dim():
-            continue
-        for row in rows:
-            places = (tensor == row).nonzero()
-            if len(places):
-                text = f"`{name}` holds {row} at {places[0].tolist()}"
-                more = f" and {len(places) - 1} more" * (len(places) > 1)
-                found.append(f"{text}{more}")
-    return found

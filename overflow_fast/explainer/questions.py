@@ -14,9 +14,7 @@ Where none has one, an operation made the values, or a tensor held them before: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-from torch import nn
+from collections.abc import Callable
 
 from ..base.modules import (
     class_name_of,
@@ -42,8 +40,8 @@ from ..guard.report.remedy import Remedy
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
-from .calls import Call, is_forward_alone, name_outside
-from .explain_origin import explain_mask, first_bad_weight, looked_up
+from .calls import is_forward_alone, name_outside
+from .explain_origin import explain_mask, first_bad_weight
 from .named_tensors import state_by_name
 from .program_globals import changed_names, global_values
 from .search import Question, Search, Tree, failed, listing
@@ -84,35 +82,17 @@ def _weight_before(search: Search) -> Explanation | None:
     if start is not None and start.written_in_step(weight):
         held = start.held(weight)
         if held is None:
-            return _explain_written_weight(found.tensor)
+            name = found.tensor
+            text = f"the step's forward has written to {name}, which is non-finite now"
+            note = notes.NOT_HELD.format(name)
+            return Explanation(tensor=name, evidence=[text], notes=[note])
         if not sizes_and_bad([("", held)])[1]:
             return None
     if step.past.weights.get(found.tensor):
         from .optimizer_step import explain_update  # of weights alone
 
         return explain_update(step, found)
-    found.evidence += _lookups(step.models, found.tensor, search.replayer.calls)
     return found
-
-
-def _explain_written_weight(name: str) -> Explanation:
-    """The explanation of a weight that the forward wrote to, without a copy of it."""
-    text = f"the step's forward has written to {name}, which is non-finite now"
-    note = notes.NOT_HELD.format(name)
-    return Explanation(tensor=name, evidence=[text], notes=[note])
-
-
-def _lookups(
-    models: Mapping[str, nn.Module], name: str, calls: Sequence[Call]
-) -> list[str]:
-    """Describes where batches hold the indices of a bad embedding's bad rows."""
-    for prefix, model in models.items():
-        owner = dict(named_modules(model)).get(
-            module_of_parameter(name.removeprefix(prefix))
-        )
-        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-            return [text for call in calls for text in looked_up(owner.weight, call)]
-    return []
 
 
 def _nothing_kept(search: Search) -> Explanation:

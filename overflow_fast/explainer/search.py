@@ -43,7 +43,7 @@ from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
-from .trace_back import RootOp, trace_back
+from .trace_back import RootOp
 from .weight_growth import find_growth
 
 _USUAL = "`{}` held non-finite values in the last clean step, too"
@@ -330,8 +330,6 @@ class Search:
             from .optimizer_step import explain_update  # of weights alone
 
             return explain_update(step, found)
-        if in_gradients and not found.tensor:
-            found.tensor = self._only_gradient(root_op)
         self._name_accumulated(found, root_op)
         if any(each.is_overwritten() for each in self.replayer.calls):
             found.notes.append(OVERWRITTEN)
@@ -459,16 +457,6 @@ class Search:
                     isinstance(root_op.source, OpCall) and root_op.source.in_hook
                 )
                 found.module = "" if is_in_hook else module_of_parameter(name)
-
-    def _only_gradient(self, root_op: RootOp) -> str:
-        """The one parameter whose gradient is bad because of an origin, or ""."""
-        result, names = self.traced, []
-        assert result.table is not None
-        for name in result.bad_gradients:
-            other = trace_back(result.table.sources(result.gradients[name]))
-            if other is not None and other.source is root_op.source:
-                names.append(name)
-        return names[0] if len(names) == 1 else ""
 
 
 def listing(place: int) -> StepPart:

@@ -267,7 +267,7 @@ def test_a_function_has_what_the_operator_has_that_it_becomes():
         more = {t for t in TRAITS if has(ran[0], t) and not has(name, t)}
         if lost or (more and len(ran) == 1):
             different.add(name)
-    assert failed == {"index"}  # that of another package of torch
+    assert not failed
     assert different == OTHER.keys()
 
 
