@@ -1,7 +1,7 @@
 """The argument of an operation for which it is not defined, and where that is.
 
 What a function of one number needs, which numbers a second argument must be above, and
-which operations divide, weigh or take pivots are columns of `base/torch_ops.py`. What
+which operations divide or weigh are columns of `base/torch_ops.py`. What
 needs more than a number is a check here. A further one is a row of `_CHECKS`; they are
 asked in order, and the first that names an argument answers.
 """
@@ -16,7 +16,6 @@ import torch
 
 from ..base.torch_ops import has, op_of
 from ..torch_internals.replaying import schema_names
-from .float64 import as_float64
 from .op_call import OpCall
 from .tensor_kinds import Index
 
@@ -162,14 +161,8 @@ def _of_infinity(given: _Operands) -> str:
 def _masked_scores(given: _Operands) -> str:
     """A row of a softmax that is -inf throughout: nothing is left to weigh."""
     scores, dim, place = given.matrix(), given.arguments[1], list(given.index)
-    if scores is None or not (has(given.base, "softmax") or given.base == "logsumexp"):
+    if scores is None or not has(given.base, "softmax"):
         return ""
-    if given.base == "logsumexp":
-        dim, *others = dim
-        if others:
-            return ""
-        if len(place) < scores.dim():  # that dimension is gone from the result
-            place.insert(dim % scores.dim(), 0)
     if not isinstance(dim, int) or len(place) != scores.dim():
         return ""
     dim %= scores.dim()
@@ -190,18 +183,6 @@ def _direction(given: _Operands) -> str:
         return ""
     at = ", ".join(str(n) if i == dim else ":" for i, n in enumerate(given.index))
     return f"all of its input at [{at}] is 0, whose norm it divides by"
-
-
-def _determinant(given: _Operands) -> str:
-    """A matrix whose determinant is 0, in float64 as well."""
-    if not has(given.base, "pivots") or given.matrix() is None:
-        return ""
-    matrices = as_float64(given.op, given.op.args[0])
-    place = given.index[: matrices.dim() - 2]
-    if bool(torch.linalg.det(matrices[place]) != 0):
-        return ""
-    at = f" at {list(place)}" if place else ""
-    return f"the determinant of its matrix{at} is 0"
 
 
 def _divisor(given: _Operands) -> str:
@@ -244,5 +225,5 @@ def _negative_variance(op: OpCall) -> str:
 
 _CHECKS: tuple[Callable[[_Operands], str], ...] = (
     *(_frames, _input, _power, _second_input, _of_infinity),
-    *(_masked_scores, _direction, _determinant, _divisor),
+    *(_masked_scores, _direction, _divisor),
 )

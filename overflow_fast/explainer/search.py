@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.modules import module_of_parameter
 from ..base.text import error_line
 from ..guard.report import notes
 from ..guard.report.causes import (
@@ -31,7 +30,6 @@ from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op, tell_float64
 from .leaves import Leaf
-from .named_tensors import names_of
 from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.attempts import find_remedies
@@ -330,7 +328,6 @@ class Search:
             from .optimizer_step import explain_update  # of weights alone
 
             return explain_update(step, found)
-        self._name_accumulated(found, root_op)
         if any(each.is_overwritten() for each in self.replayer.calls):
             found.notes.append(OVERWRITTEN)
         return found
@@ -446,17 +443,6 @@ class Search:
             found.rank = self._ranks.rank
             alike = min(max(claims), _IN_BACKWARD)  # what was passed on is no origin
             found.num_ranks = sum(each >= alike for each in claims)
-
-    def _name_accumulated(self, found: Explanation, root_op: RootOp) -> None:
-        """Names the parameter whose gradients overflowed when they were added up."""
-        variable = getattr(root_op.source, "variable", None)
-        for _, name, tensor in names_of(self.step.models):
-            if variable is not None and tensor is variable:
-                found.tensor = name
-                is_in_hook = (
-                    isinstance(root_op.source, OpCall) and root_op.source.in_hook
-                )
-                found.module = "" if is_in_hook else module_of_parameter(name)
 
 
 def listing(place: int) -> StepPart:

@@ -18,7 +18,6 @@ from torch import nn
 
 from ..base.graph import leaves_of
 from ..base.modules import (
-    buffers_of,
     is_sharded,
     modules_in,
     named_modules,
@@ -73,8 +72,6 @@ class Snapshot:
         batches: Tensors that it is given. Their gradients are set aside.
         calls_hooks: Leave hooks behind gradients where they are; the weights that they
             may step are copied.
-        on_copies: Other tensors take the place of parameters and buffers meanwhile:
-            these are not copied.
 
     Attributes:
         iterators: Those among what it holds: what is taken from them stays taken.
@@ -89,14 +86,12 @@ class Snapshot:
         around: Mapping[str, Any] | None = None,
         batches: Iterable[torch.Tensor] = (),
         calls_hooks: bool = False,
-        on_copies: bool = False,
     ) -> None:
         self._models = dict(models)
         self._start = start
         self._around = {} if around is None else dict(around)
         self._batches = list(batches)
         self._calls_hooks = calls_hooks
-        self._on_copies = on_copies
         self._is_taken = False
         self._casts = ExitStack()
         self._gradients: list[Callable[[], None]] = []
@@ -280,16 +275,13 @@ class Snapshot:
     def _keep_tensors(self, found: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Keeps the models' tensors, the smallest first."""
         models = list(self._models.values())
-        left_out = (
-            {id(each) for each in _in_tables(models)} if self._on_copies else set()
-        )
         is_gathered = any(map(is_sharded, models))  # and freed, by its wrapper
         known = {id(each) for each in _written_by_torch(models)}
         left = _MAX_WEIGHTS
         for name, tensor in sorted(found, key=lambda pair: num_bytes(pair[1])):
             is_weight = isinstance(tensor, nn.Parameter)
             is_trained = is_weight and tensor.requires_grad
-            if id(tensor) in left_out or (is_trained and is_gathered):
+            if is_trained and is_gathered:
                 continue
             size = num_bytes(tensor)
             is_copied = size <= SMALL or (not is_weight and tensor.grad_fn is None)
@@ -362,12 +354,6 @@ def _rewind_buffer(buffer: KeptPlace) -> None:
     buffer.put_in_place()
     if buffer.copy is not None:
         write(tensor, buffer.copy)
-
-
-def _in_tables(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    for model in models:
-        yield from parameters_of(model)
-        yield from buffers_of(model)
 
 
 def _written_by_torch(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:

@@ -68,7 +68,6 @@ def test_a_hook_on_a_parameter_s_gradient_is_no_code_of_its_module(as_kept):
     model[0].weight.register_hook(lambda g: g / (g.norm() * 0))
     found = explained(model, lambda: model(x()).mean())
     assert (found.phase, found.cause, found.module) == ("backward", "undefined", "")
-    assert found.tensor == "0.weight"
     made, computed = found.evidence[:2]
     as_kept(made)
     assert computed.startswith("computed in float64")
@@ -264,7 +263,7 @@ def test_a_sparse_gradient_is_looked_at():
     tokens = torch.tensor([1, 5])
     found = explained(model, lambda: model(tokens).square().sum(-1).sqrt().mean())
     assert (found.phase, found.cause) == ("backward", "singular gradient")
-    assert (found.op.name, found.tensor) == ("aten.sqrt", "weight")
+    assert found.op.name == "aten.sqrt"
 
 
 def test_a_matrix_exponential_beyond_float64():

@@ -60,7 +60,7 @@ def on_copies(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[
     states are what they were, bit for bit. The own ones are never written to, get no
     gradient and call no hook.
     """
-    with Snapshot({"": model}, on_copies=True):
+    with Snapshot({"": model}):
         copies = Copies(dtype)
         for module in model.modules():
             for table in (own_parameters(module), own_buffers(module)):
