@@ -120,10 +120,6 @@ class Call(KeptCall):
         """The same call, whose backward ends at what was computed outside of it."""
         return self.with_batch(_as_leaf) if self.computed_outside() else self
 
-    def with_held(self, held: dict[int, torch.Tensor]) -> Call:
-        """The same call, whose output gets other gradients."""
-        return self.again(self.batch, held)
-
     @property
     def is_of_inference(self) -> bool:
         """True if a tensor of the batch is one that autograd refuses."""
@@ -141,16 +137,6 @@ class Call(KeptCall):
         if _C.versions_of(tensors) != self._versions:
             return True
         return _C.samples_of(tensors, NUM_SAMPLED) != self._samples
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor of the batch was written to since; see `is_overwritten`."""
-        places = [i for i, each in enumerate(self._tensors) if each is tensor]
-        versions = _C.versions_of(self._tensors)
-        samples = _C.samples_of(self._tensors, NUM_SAMPLED)
-        return any(
-            (versions[i], samples[i]) != (self._versions[i], self._samples[i])
-            for i in places
-        )
 
 
 class ModelCall(Call):

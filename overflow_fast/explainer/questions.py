@@ -70,10 +70,11 @@ def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
     step = search.step
     is_alone = is_forward_alone(search.replayer.calls)
-    found = first_bad_weight(step.models, "parameter", is_alone=is_alone)
-    if found is None and step.kind == "weight":  # -inf, which no rule allows
-        models, within = step.models, step.module
-        found = first_bad_weight(models, "parameter", masks=True, within=within)
+    is_weight = step.kind == "weight"  # one with -inf, too, which no rule allows
+    within = step.module if is_weight else None
+    found = first_bad_weight(
+        *(step.models, "parameter"), masks=is_weight, is_alone=is_alone, within=within
+    )
     if found is None:
         is_state = step.kind == "optimizer_state"
         text = notes.WHICH_STEP
@@ -300,9 +301,7 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
 
 def _outside(search: Search) -> str:
     """Returns that what was run is finite, and that the loss was not run."""
-    names, difference = search.set_meanwhile, search.difference
-    if names:  # what lies within guard.run() does not set it either
-        return notes.FINITE_BUT.format(notes.set_text(names))
+    difference = search.difference
     unlike = f", and not what the step did: {difference}" if difference else ""
     return notes.LOSS_LEFT.format(unlike)
 

@@ -269,9 +269,7 @@ class Search:
             found.notes.append(notes.REACHES_NO_WEIGHT)
         self._name_ranks(found)
         if self.difference is not None:
-            names = self.set_meanwhile
-            why = f"; {notes.set_text(names)}" if names else ""
-            found.notes.append(notes.OTHER_STEP.format(self.difference, why))
+            found.notes.append(notes.OTHER_STEP.format(self.difference))
         try:
             if found.is_overflow:
                 self._test_growth(found)
@@ -315,15 +313,14 @@ class Search:
         roots = {prefix.rstrip(".") for prefix in self.replayer.models}
         ends_bad = is_seen and step.module in roots
         is_hidden = found.phase == "forward" and not traced.is_forward
-        if is_seen and is_hidden and not ends_bad:
-            if call.has_backward is False and isinstance(source, OpCall):
-                from .hidden import tell_hidden
+        is_within = is_seen and is_hidden and not ends_bad
+        is_request = call.has_backward is False
+        if is_within and is_request and isinstance(source, OpCall):
+            from .hidden import tell_hidden
 
-                told = tell_hidden(self.replayer, source, traced.table)
-                found.evidence.insert(1, told)
-                return found
-            if not traced.has_mask:  # an output of -inf alone is not finite
-                found.notes.append(_ends_finite(call, traced))
+            told = tell_hidden(self.replayer, source, traced.table)
+            found.evidence.insert(1, told)
+            return found
         if found.phase == "weights" and step.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone
 
@@ -456,11 +453,6 @@ def failed(error: Exception) -> Explanation:
         return Explanation(notes=[notes.STOPPED.format(error)])
     what = str(error) if isinstance(error, OnRank) else error_line(error)
     return Explanation(notes=[notes.RAISED.format(what)])
-
-
-def _ends_finite(call: Call, traced: ReplayResult) -> str:
-    text = notes.ENDS_FINITE.format("loss" if call.returns_loss else "model's output")
-    return text + " Backward runs through them." * traced.is_in_gradients
 
 
 def _claim(root_op: RootOp | None) -> int:

@@ -558,7 +558,7 @@ def test_a_backward_that_began_with_a_large_number_is_begun_with_1(scale):
 
 def test_backwards_that_began_with_several_numbers_keep_their_ratio():
     ambient = Ambient(nn.Linear(1, 1), ())
-    calls = [Call(len, (), ambient).with_held({0: torch.tensor(n)}) for n in (8.0, 2.0)]
+    calls = [Call(len, (), ambient).again((), {0: torch.tensor(n)}) for n in (8.0, 2.0)]
     held = [each.held[0].item() for each in Unscaled(8.0).calls(calls)]
     assert held == [1.0, 0.25]
 

@@ -170,8 +170,7 @@ def test_gradients_that_overflow_as_they_are_added_up():
     for _ in range(3):
         guard.run(lambda: 4 * model(x).float().mean()).backward()
     found = report_from(optimizer.step).explanation
-    assert (found.cause, found.tensor) == ("range overflow", "weight")
-    assert found.op.name == "aten.add_.Tensor"
+    assert (found.cause, found.op.name) == ("range overflow", "aten.add_.Tensor")
 
 
 def test_models_that_call_each_other():
@@ -460,7 +459,7 @@ def test_a_loop_that_has_gone_on_does_not_change_the_replay(way, tmp_path):
 
 @pytest.mark.parametrize("options", [{"watch": "tripwire"}, {}])
 def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_out(
-    options, as_kept
+    options,
 ):
     """Rows of 0 over their norm: nan that a finite loss masks, and backward meets."""
 
@@ -482,7 +481,6 @@ def test_what_a_module_returned_arose_in_the_forward_though_the_loss_leaves_it_o
     named = found.phase, found.cause, found.module, found.op.name
     assert named == ("forward", "undefined", "1", "aten.div.Tensor")
     assert "in backward" not in str(found)
-    as_kept(found.notes)
 
 
 class Square(nn.Module):

@@ -1115,9 +1115,6 @@ def test_a_replay_takes_no_other_scalar_for_the_loss():
                 model.scale.fill_(2.0)
     report = guard.last_report
     assert report.step == 1 and report.explanation.op.name == "aten.exp"
-    assert not any(
-        "is finite all the same" in note for note in report.explanation.notes
-    )
     tried = [each for each in report.explanation.remedies if each.loss is not None]
     assert max(each.loss for each in tried) > 1e6  # its scalar is 4
 

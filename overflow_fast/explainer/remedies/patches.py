@@ -323,7 +323,7 @@ class Unscaled(Patch):
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [
-            call.with_held({k: each / self.scale for k, each in call.held.items()})
+            call.again(call.batch, {k: e / self.scale for k, e in call.held.items()})
             for call in calls
         ]
 
@@ -334,4 +334,4 @@ class FromLoss(Patch):
 
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
-        return [call.with_held({}) for call in calls]
+        return [call.again(call.batch, {}) for call in calls]

@@ -53,7 +53,7 @@ NOT_SAVED = "The step was not saved: {}."
 
 # What a finite replay leaves open.
 FINITE_BUT = "The replay is finite, but {}."
-OTHER_STEP = "The replay is not the same as the step: {}{}."
+OTHER_STEP = "The replay is not the same as the step: {}."
 LOSS_LEFT = (
     "What was replayed, the models' own forward and backward, is finite{}. The loss "
     f"outside of them was not replayed: use `{USE_RUN}`."
@@ -104,7 +104,6 @@ BAD_BEFORE = (
     "out."
 )
 NOT_FOUND = "Where the program holds that tensor was not found."
-ENDS_FINITE = "The {} is finite all the same: what follows leaves these values out."
 REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 NOT_TRIED = (
     "No remedy was tried: the step writes to {}, which could not be put back to what "
