@@ -63,11 +63,6 @@ class Call(KeptCall):
         vars(call).update(vars(kept))
         return call
 
-    @property
-    def caller(self) -> int:
-        """Which model it is of; 0 for a function that calls them."""
-        return 0
-
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their places, such as `batch['x']`."""
         return [
@@ -151,12 +146,6 @@ class ModelCall(Call):
     ) -> ModelCall:
         """Makes the call of a model with its arguments."""
         return cls(functools.partial(call_model, model), batch, ambient)
-
-    @property
-    def caller(self) -> int:
-        """Which model it is of."""
-        function: Any = self.function
-        return id(function.args[0])
 
     def variables(self) -> dict[str, Any]:
         """The arguments, by the names of the parameters."""

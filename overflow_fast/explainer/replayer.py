@@ -453,14 +453,7 @@ class Replayer:
         return result
 
     def _run(self, order: RunOrder, observers: Sequence[Observer]) -> ReplayResult:
-        step, callers = order.step, {call.caller for call in self.calls}
-        is_plain = step.traced < 0 and not step.is_whole
-        if is_plain and len(callers) > 1 and self.ranks.is_alone:
-            # Models may call one another: all forwards come first.
-            with self._begun(order, observers) as calls:
-                result = self._run_forwards(calls, observers)
-            if not result.is_clean:
-                return result
+        step = order.step
         with self._begun(order, observers) as calls:
             if step.is_whole:
                 return self._run_all(calls, observers)
@@ -497,18 +490,6 @@ class Replayer:
             self._last = calls[-1] if calls and last == len(self.calls) else None
             yield calls
             self._last = None
-
-    def _run_forwards(
-        self, calls: Sequence[Call], observers: Sequence[Observer]
-    ) -> ReplayResult:
-        """Runs forwards alone, up to the first bad one."""
-        result = ReplayResult()
-        for place, call in enumerate(calls):
-            self._run_call(result, call, observers, has_backward=False)
-            if not result.is_clean:
-                result.bad_call = place
-                break
-        return result
 
     def _run_all(
         self, calls: Sequence[Call], observers: Sequence[Observer]
