@@ -43,6 +43,7 @@ class RankCoordinator:
         can_cut: For each kept call, whether its batch has the same size on all ranks.
 
     Attributes:
+        channel: To the other ranks; None where there are none.
         lead: The rank that leads.
         claims: How well each rank can say where bad values began.
         is_broken: Whether a rank was lost, or may be out of step.
@@ -55,7 +56,7 @@ class RankCoordinator:
         lead: int = 0,
         can_cut: Sequence[bool] = (),
     ) -> None:
-        self._channel = channel
+        self.channel = channel
         self.rank = 0 if channel is None else channel.rank
         self.lead = self.rank if channel is None else lead
         self._can_cut = can_cut
@@ -66,7 +67,7 @@ class RankCoordinator:
     @property
     def is_alone(self) -> bool:
         """True if there are no other ranks."""
-        return self._channel is None
+        return self.channel is None
 
     @property
     def is_leader(self) -> bool:
@@ -114,26 +115,11 @@ class RankCoordinator:
                 )
         return max(each[0] for each in found.values()), error, bad
 
-    def meet(self, name: str, ranks: Sequence[int]) -> str:
-        """Waits until all ranks of a group are about to make its next collective call.
-
-        One that was ended before an effect makes none: the others would wait for it in
-        the collective, where nothing can end them.
-
-        Args:
-            name: The group's.
-            ranks: Its ranks.
-
-        Returns:
-            Why one of them does not come, or "".
-        """
-        return "" if self._channel is None else self._channel.meet(name, ranks)
-
     def tell(self, error: Exception) -> None:
         """Tells the others that this rank's run has ended early."""
-        if self._channel is not None:
+        if self.channel is not None:
             what = str(error) if isinstance(error, StoppedError) else error_line(error)
-            self._channel.tell(f"{what} (rank {self.rank})")
+            self.channel.tell(f"{what} (rank {self.rank})")
 
     def check(self, error: Exception | None) -> None:
         """Raises on all ranks what one of them has met."""
@@ -176,9 +162,9 @@ class RankCoordinator:
         return self.result or found
 
     def _exchange(self, value: Any) -> Mapping[int, Any]:
-        if self._channel is None:
+        if self.channel is None:
             return {self.rank: value}
-        return self._channel.exchange(value)
+        return self.channel.exchange(value)
 
 
 # The channel.
@@ -214,7 +200,18 @@ class StoreChannel:
         self._met: dict[tuple[int, str], int] = {}
 
     def meet(self, name: str, ranks: Sequence[int]) -> str:
-        """See `RankCoordinator.meet()`; lets the collective be, if the store fails."""
+        """Waits until all ranks of a group are about to make its next collective call.
+
+        One that was ended before an effect makes none: the others would wait for it in
+        the collective, where nothing can end them. If the store fails, that is let be.
+
+        Args:
+            name: The group's.
+            ranks: Its ranks.
+
+        Returns:
+            Why one of them does not come, or "".
+        """
         if not set(ranks) <= set(self._ranks):
             return ""
         place = self._round, name

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -119,6 +119,8 @@ class Tail(Protocol):
 class StepPart:
     """The part of a step to run: all calls up to the first bad one, if nothing is said.
 
+    The rank that leads gives it to the others.
+
     Attributes:
         traced: The place of the last call to run, whose operations are traced; bad
             calls before it are passed over. -1 for none.
@@ -129,6 +131,7 @@ class StepPart:
         looks_back: See `OpTable`.
         has_calls: Record the traced call's torch calls, which rules change.
         has_backward: Run backwards, too.
+        patches: The changes to make meanwhile.
     """
 
     traced: int = -1
@@ -138,22 +141,10 @@ class StepPart:
     looks_back: bool = False
     has_calls: bool = False
     has_backward: bool = True
+    patches: tuple[Patch, ...] = ()
 
 
 _UP_TO_BAD = StepPart()
-
-
-@dataclass(frozen=True)
-class RunOrder:
-    """The order to run a step, as the rank that leads gives it to the others.
-
-    Attributes:
-        step: The part to run.
-        patches: The changes to make meanwhile.
-    """
-
-    step: StepPart
-    patches: tuple[Patch, ...]
 
 
 @dataclass
@@ -376,7 +367,8 @@ class Replayer:
                 call.note_overwritten()
             self.state.take()
             self._is_at_start = True
-            meet = None if self.ranks.is_alone else self.ranks.meet
+            channel = self.ranks.channel
+            meet = None if channel is None else channel.meet
             self._rule = EffectRule(self.state.iterators, meet)
             self._written = {
                 id(call)
@@ -423,9 +415,9 @@ class Replayer:
             observers: They see this rank's run.
         """
         self._say_it_takes_long()
-        order = RunOrder(step, tuple(patches))
-        self.ranks.order(order)
-        return self.follow(order, observers)
+        step = replace(step, patches=tuple(patches))
+        self.ranks.order(step)
+        return self.follow(step, observers)
 
     def _say_it_takes_long(self) -> None:
         """Logs a line, once: who waits for an explanation need not look for a hang."""
@@ -438,13 +430,17 @@ class Replayer:
             )
 
     def follow(
-        self, order: RunOrder, observers: Sequence[Observer] = ()
+        self, step: StepPart, observers: Sequence[Observer] = ()
     ) -> ReplayResult:
         """Runs what the rank that leads has ordered; see `run()`."""
         result, outer = ReplayResult(), sys.exc_info()[1]
         begin = time.perf_counter()
         try:
-            result = self._run(order, observers)
+            with self._begun(step, observers) as calls:
+                if step.is_whole:
+                    result = self._run_all(calls, observers)
+                else:
+                    result = self._run_in_order(calls, observers, step)
         except NotJoined:
             raise
         except Exception as error:
@@ -452,16 +448,9 @@ class Replayer:
         result.seconds = time.perf_counter() - begin
         return result
 
-    def _run(self, order: RunOrder, observers: Sequence[Observer]) -> ReplayResult:
-        step = order.step
-        with self._begun(order, observers) as calls:
-            if step.is_whole:
-                return self._run_all(calls, observers)
-            return self._run_in_order(calls, observers, step)
-
     @contextmanager
     def _begun(
-        self, order: RunOrder, observers: Sequence[Observer]
+        self, step: StepPart, observers: Sequence[Observer]
     ) -> Iterator[list[Call]]:
         """Begins the step, out of sight of what watches it; yields the calls to run."""
         if not self._is_at_start:
@@ -477,16 +466,15 @@ class Replayer:
             )
             stack.enter_context(torch.set_grad_enabled(has_autograd))
             stack.enter_context(without_reduction(self.models.values()))
-            for patch in order.patches:
+            for patch in step.patches:
                 stack.enter_context(patch.applied(self.models))
             for observer in (*observers, *([self._inner] if self._inner else [])):
                 stack.enter_context(observer.observing(self.models))
-            step = order.step
             if step.rows is not None:
                 yield [part_of(self.calls[step.traced], step.rows)]
                 return
             last = len(self.calls) if step.traced < 0 else step.traced + 1
-            calls = patched_calls(self.calls[:last], order.patches)
+            calls = patched_calls(self.calls[:last], step.patches)
             self._last = calls[-1] if calls and last == len(self.calls) else None
             yield calls
             self._last = None

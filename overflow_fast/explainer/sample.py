@@ -64,10 +64,15 @@ def find_sample(
         index = None
     else:
 
-        def run(rows: Sequence[int], **how: bool) -> ReplayResult:
+        def run(
+            rows: Sequence[int], has_table: bool = True, has_backward: bool = True
+        ) -> ReplayResult:
             if not may_run(1):
                 raise _SpentError
-            return replayer.run(StepPart(place, tuple(rows), **how))
+            part = StepPart(
+                *(place, tuple(rows)), has_table=has_table, has_backward=has_backward
+            )
+            return replayer.run(part)
 
         try:
             index, others = _halved(source, size, run, traced)

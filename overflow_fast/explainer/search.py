@@ -226,13 +226,12 @@ class Search:
 
     def _follow(self) -> Explanation:
         """Does what the rank that leads orders, until it ends, or this one leads."""
-        while not isinstance(order := self._ranks.receive(), Explanation):
-            result = self.replayer.follow(order, self._observers)
+        while not isinstance(step := self._ranks.receive(), Explanation):
+            result = self.replayer.follow(step, self._observers)
             self._note_first(result)
-            step = order.step
-            if step.traced >= 0 and step.rows is None and not order.patches:
+            if step.traced >= 0 and step.rows is None and not step.patches:
                 return self._explained(step.traced, result)
-        return order
+        return step
 
     def _explained(self, place: int, traced: ReplayResult) -> Explanation:
         """Explains a replay with a table, on the rank that knows best."""

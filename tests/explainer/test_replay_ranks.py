@@ -503,7 +503,7 @@ def _replay(rank, folder, wrap, fate, are_others_done):
     OverflowGuard(model, optimizer, "skip")
     step(model, optimizer, *data(0))
     blocks_of(model)[1].fails_in = "forward"
-    run = Replayer._run
+    run = Replayer.follow
 
     def leave(self, *order):
         if rank == 1:
@@ -512,7 +512,7 @@ def _replay(rank, folder, wrap, fate, are_others_done):
             are_others_done.wait()
         return run(self, *order)
 
-    Replayer._run = leave
+    Replayer.follow = leave
     x, y = data(1)
     x[0, 0] = -20
     error = None
