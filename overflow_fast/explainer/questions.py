@@ -70,11 +70,10 @@ def _weight_before(search: Search) -> Explanation | None:
     """The explanation of a weight, unless the step's forward may have made it so."""
     step = search.step
     is_alone = is_forward_alone(search.replayer.calls)
-    is_weight = step.kind == "weight"  # one with -inf, too, which no rule allows
-    within = step.module if is_weight else None
-    found = first_bad_weight(
-        *(step.models, "parameter"), masks=is_weight, is_alone=is_alone, within=within
-    )
+    found = first_bad_weight(step.models, "parameter", is_alone=is_alone)
+    if found is None and step.kind == "weight":  # -inf, which no rule allows
+        models, within = step.models, step.module
+        found = first_bad_weight(models, "parameter", masks=True, within=within)
     if found is None:
         is_state = step.kind == "optimizer_state"
         text = notes.WHICH_STEP
