@@ -133,6 +133,16 @@ class Call(KeptCall):
             return True
         return _C.samples_of(tensors, NUM_SAMPLED) != self._samples
 
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor of the batch was written to since; see `is_overwritten`."""
+        places = [i for i, each in enumerate(self._tensors) if each is tensor]
+        versions = _C.versions_of(self._tensors)
+        samples = _C.samples_of(self._tensors, NUM_SAMPLED)
+        return any(
+            (versions[i], samples[i]) != (self._versions[i], self._samples[i])
+            for i in places
+        )
+
 
 class ModelCall(Call):
     """A call of a model, with its positional and its keyword arguments."""

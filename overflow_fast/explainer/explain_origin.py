@@ -348,9 +348,9 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
         text = f"{held} when it was handed over{at}; code that was not replayed had "
         text += f"computed it (its last operation: {last})"
         return _held("", name, text, between)
-    if call is not None and call.is_overwritten():
+    if call is not None and tensor is not None and call.was_written(tensor):
         began = f"{held} when the replay began{at}"
-        return _held("", name, f"{began}; batches were written to since the step began")
+        return _held("", name, f"{began}; it was written to since the step began")
     if not isinstance(call, ModelCall):
         if name.startswith("batch"):  # else it is the program's own variable
             return _held("data", name, f"`{name}` holds {what}{at}")

@@ -42,7 +42,7 @@ def zero_trials(failure: Failure, trials: Trials) -> Attempts:
         owner, _, key = name.rpartition(".")
         is_one = len(models) == 1
         code = f'model.get_submodule("{owner}").{key}{put}' if is_one else ""
-    elif not call.is_overwritten():
+    elif not call.was_written(cache):
         return
     text = f"put 0 in the place of what is not finite in `{name}` before the call"
     remedy = Remedy(text, code)
