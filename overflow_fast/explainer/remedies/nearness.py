@@ -18,7 +18,6 @@ from ...base.modules import tensors_of
 from ...base.tensors import HALF
 from ..bounds import tolerance
 from ..replayer import LastOutputs, Patch, Replayer, ReplayResult, StepPart
-from .padding import Padding, find_padding
 from .patches import Eagerly, InDtype
 
 _IN_FLOAT32 = InDtype(torch.float32)
@@ -38,8 +37,6 @@ class Nearness:
         self._replayer = replayer
         self.wide = "float32" if self._has_half() else "float64"
         self._reference: list[torch.Tensor] | None = None
-        self._padding: Padding | None = None
-        self._has_looked_for_padding = False
 
     @property
     def has_true_output(self) -> bool:
@@ -76,26 +73,9 @@ class Nearness:
         """
         distance = self.distance(own, others)
         dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
-        most, where = tolerance(dtypes), ""
-        if distance is not None and distance > most:
-            padding = self._found_padding(others) if self.wide == "float32" else None
-            if padding is not None and self._reference is not None:
-                pair = own.tensors, self._reference
-                distance = _distance(*(list(map(padding.read, each)) for each in pair))
-                where = padding.where
-        is_far = distance is not None and distance > most
-        found = {"error": distance, "misses": "output" * is_far, "where": where}
+        is_far = distance is not None and distance > tolerance(dtypes)
+        found = {"error": distance, "misses": "output" * is_far}
         return {**found, "compared_with": self.wide}
-
-    def _found_padding(self, others: Sequence[Patch]) -> Padding | None:
-        if not self._has_looked_for_padding:
-            self._has_looked_for_padding = True
-            self._padding = find_padding(
-                self._replayer.calls[-1],
-                self._reference or [],
-                lambda patch: self._in_float32([*others, patch]),
-            )
-        return self._padding
 
     def _in_float32(self, others: Sequence[Patch]) -> list[torch.Tensor]:
         found = LastOutputs()

@@ -23,7 +23,6 @@ from .assigned import bounded_where_assigned
 from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
-from .pairs import pair_of
 from .patterns import Found, Input, matched, parsed
 from .rules import (
     GUARDS,
@@ -395,11 +394,7 @@ def _trial_of(
         return Trial(remedy_of(text, edits), patch, edits, *how)
     except NOT_WRITTEN as error:
         told = _in_words(text, root, found, str(error))
-    with contextlib.suppress(*NOT_WRITTEN):
-        pair = pair_of(root, found, calls)
-        remedy = remedy_of(f"{text}; {pair.text}", pair.edits)
-        return Trial(remedy, CallPatch(pair.changes), pair.edits, *how)
-    return Trial(remedy_in_words(told, root), patch, (), *how)
+        return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
 def _named(call: TorchCall) -> str:

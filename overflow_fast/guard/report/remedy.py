@@ -122,8 +122,6 @@ class Remedy:
             the true loss is beyond the dtype's maximum, which no remedy comes to, and
             where nothing is known.
         compared_with: The dtype of that run.
-        where: The places of that output which are compared, in words, where the others
-            are padding: nothing elsewhere reads what stands there. "" for all.
         misses: "loss", "gradients" or "output", where that is more than rounding
             explains.
         breaks: What is wrong though the step is finite, in words: the loss, or a
@@ -162,7 +160,6 @@ class Remedy:
     true_loss: float | None = None
     error: float | None = None
     compared_with: str = "float32"
-    where: str = ""
     misses: str = ""
     breaks: str = ""
     leaves: str = ""
@@ -279,8 +276,7 @@ class Remedy:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
             but = "but " * bool(self.misses)
-            off = off_text(self.error, self.compared_with)
-            clauses[0] += f", {but}{off} {self.where}".rstrip()
+            clauses[0] += f", {but}{off_text(self.error, self.compared_with)}"
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:
