@@ -22,7 +22,6 @@ from overflow_fast.explainer.remedies.rules import (
     EXACT,
     GUARDS,
     IN_LOGARITHMS,
-    LINKS,
     LOGS,
     LOST,
     MASKS,
@@ -375,7 +374,6 @@ OF_OTHERS = {
     CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
     LOST[1]: ("torch.xlogy(2.0, 1 - x.sigmoid())", LARGE),
-    LINKS[2]: ("x.log()", -ONE),
 }
 
 
@@ -420,15 +418,7 @@ TRIED = [
     (ATTENTION.format("x[None, :, :1].expand(1, 3, 3) * 0"), HUGE),
     (f"(m := {MASK}) + (-m)", ZERO),
     (f"torch.stack([m := {MASK}, -m]).sum(0)", ZERO),
-    *[
-        (f"torch.{name}(torch.nn.ELU()(x))", -LARGE)
-        for name in ("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma")
-    ],
     ("torch.log(torch.nn.ELU()(x)[:, 0])", -ONE),
-    (
-        "g(x)\ndef g(x):\n    a, b = torch.nn.ELU()(x).chunk(2, 1)\n    return a.log()",
-        -ONE,
-    ),
     ("F.poisson_nll_loss(torch.nn.ELU()(x), x * 0 + 1, log_input=False)", -ONE),
 ]
 

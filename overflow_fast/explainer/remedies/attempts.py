@@ -48,7 +48,6 @@ from .rules import CANCELLED, EXACT, IN_LOGARITHMS, MASKS, ROUNDED
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
 from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
-from .unwritten import zero_trials
 from .weight_trials import repair_trials, smaller_trials
 from .wider_trials import wider_trials
 from .written import short_text
@@ -326,11 +325,6 @@ def _tries(kind: str) -> Callable[[Failure], bool]:
     return lambda failure: kind in Cause.of(failure.found.cause).remedies
 
 
-def _is_given(failure: Failure) -> bool:
-    """True if no operation made the bad value: it was there."""
-    return failure.op is None
-
-
 def _overflows(failure: Failure) -> bool:
     return failure.found.is_overflow
 
@@ -358,7 +352,6 @@ _has_calls = _tries("calls")
 _ATTEMPTS: tuple[
     tuple[Callable[[Failure], bool], Callable[[Failure, Trials], Attempts]], ...
 ] = (
-    (_is_given, zero_trials),
     (_tries("samples"), select_trials),
     (_tries("samples"), dropping_trials),
     (_has_calls, sentinel_trials),
@@ -378,7 +371,6 @@ _ATTEMPTS: tuple[
     (_is_lost, lost_trials),
     (_has_calls, half_trials),
     (_rounds_half, wider_trials),
-    (_overflows_half, functools.partial(wider_trials, in_words=True)),
     (_overflows, smaller_trials),
     (_tries("weights"), repair_trials),
 )

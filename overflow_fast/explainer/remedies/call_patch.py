@@ -20,7 +20,7 @@ from ...torch_internals.tensor_internals import pytree
 from ..bounds import least_divisor
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, TorchCalls, Value, tensors_among
-from ..wider import CAST_METHODS, cast_all, run_wider
+from ..wider import CAST_METHODS, cast_all
 from .patterns import Found, computed, matched
 from .rules import RULES
 from .written import short_text
@@ -67,15 +67,12 @@ class InWider:
         stops: Those of calls whose results were in that dtype as the program is.
         narrow: The dtype that it stands for: of half precision float32 does, and of
             float32 float64.
-        is_written: Whether it is code that casts, and leaves autocast on, which may
-            cast again.
     """
 
     roots: frozenset[Key]
     ends: frozenset[Key] = frozenset()
     stops: frozenset[Key] = frozenset()
     narrow: torch.dtype = torch.float16
-    is_written: bool = False
 
     @property
     def wide(self) -> torch.dtype:
@@ -229,11 +226,8 @@ class ChangedCalls(TorchCalls):
         func = wider if is_cast else call.func
         casts = {change.narrow: change.wide}
         sums = [] if call.plain_name != "sub" else _narrow_sums(call, change.narrow)
-        if change.is_written:
-            args, kwargs = cast_all((args, kwargs), casts)
-            result = func(*args, **kwargs)
-        else:
-            result = run_wider(func, args, kwargs, casts)
+        args, kwargs = cast_all((args, kwargs), casts)
+        result = func(*args, **kwargs)  # autocast, which stays on, may cast again
         if len(sums) == 1 and _is_below_rounding(result, sums[0]):
             self._patch.cancelled.add(call.key)
         if any(result is each for each in tensors_among((args, kwargs))):

@@ -36,7 +36,6 @@ from .rules import (
     numbers_of,
     with_numbers,
 )
-from .sample_trials import border_trials
 from .source import NOT_WRITTEN, rebuilt, unparsed
 from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
@@ -105,33 +104,17 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     is_below = op is not None and any(number < 0 for number in op.operands)
     if failed is None or not failed.inputs or not is_below:
         return
-    value = failed.inputs[0]
-    way = _raw_way(value)
+    way = _raw_way(failed.inputs[0])
     if way is None:
         return
-    if not way and value.call is not None:
-        way = [value]  # the layer's own result
-    # Else another call would be given what is below 0 still.
-    reads = [call for call in failure.calls if set(call.inputs) & {*failed.inputs}]
-    of_one, of_several, *of_calls = LINKS
-    for value in way:
-        assert value.call is not None
-        rule = of_one if len(value.call.results) == 1 else of_several
-        yield from _link(rule, value.call, value.place, failure, trials)
-    for rule in of_calls if reads == [failed] else []:
-        yield from _link(rule, failed, 0, failure, trials)
-
-
-def _link(
-    rule: Rule, root: TorchCall, place: int, failure: Failure, trials: Trials
-) -> Attempts:
-    """One positive function, unless another was found to help."""
-    found = matched(rule, root, root.dtype, place)
-    if found is None or trials.is_settled or root.key in trials.applied.keys:
-        return
-    trial = _trial_of(rule, root, found, failure.calls, place)
-    if trial.edits:
-        yield trial
+    (rule,) = LINKS
+    for value in way or failed.inputs[:1]:
+        root = value.call
+        if root is None or len(root.results) > 1 or root.key in trials.applied.keys:
+            continue
+        for trial, _ in trials_of(rule, root, failure.calls):
+            if trial.edits and not trials.is_settled:
+                yield trial
 
 
 def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
@@ -166,36 +149,23 @@ def _is_layer(call: TorchCall) -> bool:
 
 
 def given_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of a 0 that the program gives an installed package.
-
-    Of what a line of it has made, or of the batch itself.
-    """
+    """A lower bound of a 0 that a line of the program made for an installed package."""
     op = failure.found.op
     is_zero = op is not None and op.operands[-1:] == [0.0]
-    for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
-        for value in dict.fromkeys(_handed(failed)):
-            if value.call is not None:
-                yield from _link(LOST[0], value.call, 0, failure, trials)
-            elif value.tensor is not None:
-                yield from border_trials(value.tensor, failure, trials)
+    failed = filter(inner_place, failure.failing_calls) if is_zero else ()
+    made = [_made_outside(each.inputs[-1]) for each in failed if each.inputs]
+    for trial in _on(LOST[:1], made, failure, trials):
+        if trial.edits:
+            yield trial
 
 
-def _handed(failed: TorchCall) -> Iterator[Value]:
-    """The values of the program that a package put in the call's last argument.
-
-    As they are, or less than 1 by them.
-    """
-    waiting = failed.inputs[-1:]
-    for value in itertools.islice(waiting, _MOST_BEFORE):  # which grows meanwhile
-        made = value.call
-        if made is None or not inner_place(made):
-            yield value
-            continue
-        is_less = has(made.plain_name, "difference") and len(made.inputs) == 1
-        if has(made.name, "moves"):
-            waiting.append(_moved_from(made, value))
-        elif is_less or made.name in ("stack", "cat"):
-            waiting += made.inputs
+def _made_outside(value: Value) -> TorchCall | None:
+    """The program's call that made what a package may have moved; None if unknown."""
+    while (made := value.call) is not None and inner_place(made):
+        if not has(made.name, "moves"):
+            return None
+        value = _moved_from(made, value)
+    return made
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -16,7 +16,6 @@ from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..replayer import Patch
 from ..sentinel import outlier_in
-from ..tensor_kinds import as_wide, index_at, is_float
 from .failure import Failure
 from .patches import (
     ClampedBatch,
@@ -25,7 +24,6 @@ from .patches import (
     WithoutNumber,
     finite_rows,
 )
-from .rules import named_numbers, with_numbers
 from .trials import Attempts, Trial, Trials
 
 
@@ -134,35 +132,6 @@ def _dropping_code(call: Call, mask: str) -> str:
 
 def _has_samples(each: Any) -> bool:
     return isinstance(each, torch.Tensor) and each.dim() > 0
-
-
-def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Attempts:
-    """Bounds of a tensor of the batch whose numbers end at 0, or at 1.
-
-    Such as the border of what a likelihood is of.
-    """
-    names = [n for n, each in trials.calls[failure.place].leaves() if each is tensor]
-    values = as_wide(tensor.detach()) if is_float(tensor) and names else None
-    if values is None or not values.numel():
-        return
-    least, most = map(float, values.aminmax())
-    if least < 0 or (least > 0 and most != 1):
-        return
-    met, name, numbers = float(least > 0), names[0], named_numbers(tensor.dtype)
-    at = index_at(int((values == met).flatten().nonzero()[0]), values.shape)
-    failure.found.evidence.append(f"`{name}` is {met:g} at {list(at)}")
-    low, high = numbers["EPS"], 1 - numbers["WIDE"]
-    forms: list[tuple[str, str, float, float | None]]
-    forms = [("to at most 1 - WIDE", "max=1 - WIDE", 0.0, high)]
-    if least == 0:
-        forms = [("to at least EPS", "min=EPS", low, None)]
-        both = ("between EPS and 1 - WIDE", "EPS, 1 - WIDE", low, high)
-        forms += [both] * (most == 1)
-    for how, given, first, last in forms:
-        words, given = (with_numbers(each, numbers) for each in (how, given))
-        patch = ClampedBatch(failure.place, name, first, last)
-        if (yield _changing(f"clamp `{name}` {words}", name, "clamp", given, patch)):
-            return
 
 
 def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:

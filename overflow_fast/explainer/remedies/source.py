@@ -49,9 +49,7 @@ class Edit:
 
 
 def unparsed(node: ast.AST) -> str:
-    """The text of a tree; of several statements on one line."""
-    if isinstance(node, ast.Module):
-        return "; ".join(map(unparsed, node.body))
+    """The text of a tree."""
     made = _AsWritten().visit(_apart(node))
     text = ast.unparse(ast.fix_missing_locations(made))
     return re.sub(r"(?<=\de-)0", "", text if '"' in text else text.replace("'", '"'))

@@ -18,7 +18,6 @@ from ..bounds import GRADIENT, LOSS, POLE
 from ..budget import Budget
 from ..calls import Call, name_outside
 from ..named_tensors import state_by_name
-from ..op_table import OpTable
 from ..replayer import (
     LastOutputs,
     Observer,
@@ -32,7 +31,7 @@ from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
-from .failure import Failure, largest_in
+from .failure import Failure
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .step_after import grown_buffer, nonfinite_after
@@ -304,9 +303,8 @@ class Trials:
         same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
-        stays, is_guess = self._failure.stays_within, self._is_guess(applied)
-        place = self._failure.place if stays or is_guess else -1
-        module = self._failure.within if stays else None
+        stays = self._failure.stays_within
+        place = self._failure.place if stays else -1
         # Of a run that was made before, and of another batch, no distance is known.
         has_distance = result is None and all(each.is_same_step for each in patches)
         nearness, outputs = self._nearness if has_distance else None, LastOutputs()
@@ -319,7 +317,8 @@ class Trials:
         of_calls = [each for each in patches if isinstance(each, CallPatch)]
         if any(each.cancelled for each in of_calls):
             return False  # what is finite so is chance
-        left = result.table.bad_within(module) if stays and result.table else []
+        table, within = result.table, self._failure.within
+        left = stays and table is not None and table.bad_within(within)
         is_finite = result.is_clean and not left
         is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
@@ -356,8 +355,8 @@ class Trials:
         remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
-        if is_finite and is_guess and result.table is not None:
-            leap = self._leap(applied, result.table)
+        if is_finite and self._is_guess(applied):
+            leap = self._leap(outputs.tensors)
             remedy = replace(remedy, breaks=remedy.breaks or leap)
             self.is_settled |= bool(leap)  # smaller numbers make larger ones
             self.notes += [_AT_POLE] * (bool(leap) and _AT_POLE not in self.notes)
@@ -430,19 +429,13 @@ class Trials:
         is_of_calls = bool(applied.keys) and not is_exact
         return self._is_alone and self._failure.is_at_pole and is_last and is_of_calls
 
-    def _leap(self, applied: AppliedPatches, table: OpTable) -> str:
-        """Describes the size of what such a number has made, or ""."""
-        changed = [op.torch_call for op in table.ops]
-        is_own = [call is not None and call.key in applied.keys for call in changed]
-        first = is_own.index(True) if True in is_own else len(is_own)
-        pairs = zip(table.ops[first:], is_own[first:], strict=True)
-        # A factor that is 0 may make 0 of it; its own size counts where it is returned.
-        following = [op for op, is_changed in pairs if not is_changed]
-        largest = largest_in(following or table.ops[first:])
+    def _leap(self, outputs: Sequence[torch.Tensor]) -> str:
+        """Describes the size of outputs that such a number has made, or ""."""
+        largest = max((float(e.abs().max()) for e in outputs if e.numel()), default=0.0)
         usual = self._failure.largest
         if not POLE.is_passed(largest, usual):
             return ""
-        return f"numbers up to {largest:.3g} follow, after at most {usual:.3g}"
+        return f"the output is up to {largest:.3g}, after at most {usual:.3g} before"
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.

@@ -4,8 +4,8 @@
    the one that failed, or those that made what it was given, a few calls back.
 2. A run with all that follows in the wider dtype shows how large each result is.
 3. The first results behind the failure that fit again are cast back. That is the trial,
-   with the edits of `wider_text.py`; where these have no text it is tried last, in
-   words.
+   with the edits of `wider_text.py`. What has no text is no trial: `keep_in_fp32` has
+   modules in float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...guard.report.remedy import Remedy
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
 from .call_patch import CallPatch, InWider, is_sum
-from .edited_lines import remedy_in_words, remedy_of
+from .edited_lines import remedy_of
 from .failure import Failure
 from .rule_attempts import calls_before
 from .source import NOT_WRITTEN
@@ -36,45 +36,39 @@ _SIZES = {torch.float16: (1e-2, 3e4)} | dict.fromkeys(
 )
 
 
-def wider_trials(failure: Failure, trials: Trials, in_words: bool = False) -> Attempts:
+def wider_trials(failure: Failure, trials: Trials) -> Attempts:
     """The call that failed in a wider dtype, or what made its inputs, up to that call.
 
     A run with all that follows in it tells where results fit again. Of float32 it is
     tried where no exact form was found, and the step in float64 is finite.
-
-    Args:
-        failure: The failure.
-        trials: The trials.
-        in_words: Whether to try what can be told in words alone, or what can be
-            written.
     """
     narrow = failure.half or torch.float32
     if narrow is torch.float32 and not _may_be_float64(failure, trials):
         return
     failing = {call.key for call in failure.failing_calls}
-    for place, roots in enumerate(_roots(failure, in_words)):
-        is_last = in_words or place > 0 or narrow is torch.float32
+    for place, roots in enumerate(_roots(failure)):
+        is_last = place > 0 or narrow is torch.float32
         if trials.found_right and is_last:
             return
         keys = {call.key for call in roots}
         for each in trials.applied.trials:  # which this one stands for as well
             keys |= {key for change in in_wider(each.patch) for key in change.roots}
-        trial = _wider_trial(keys, failing, narrow, failure, trials, in_words)
+        trial = _wider_trial(keys, failing, narrow, failure, trials)
         if trial is not None and (yield trial):
             return
 
 
-def _roots(failure: Failure, in_words: bool) -> Iterator[Sequence[TorchCall]]:
+def _roots(failure: Failure) -> Iterator[Sequence[TorchCall]]:
     """Yields calls that may be the first ones: the one that lost a value, if known.
 
     What is computed from a later one on has lost it. Else, those that failed and those
     that made what these were given, one and more calls back.
     """
     roots = failure.failing_calls
-    lost = None if failure.lost is None or in_words else failure.lost.torch_call
+    lost = None if failure.lost is None else failure.lost.torch_call
     if lost is not None:
         yield [lost]
-    for depth in range(1 if in_words else _MOST_BACK + 1):
+    for depth in range(_MOST_BACK + 1):
         if roots and depth in (_DEPTHS if lost is None else _DEPTHS[-1:]):
             yield roots
         made = [value.call for call in roots for value in call.inputs]
@@ -97,21 +91,18 @@ def _wider_trial(
     narrow: torch.dtype,
     failure: Failure,
     trials: Trials,
-    in_words: bool,
 ) -> Trial | None:
     from .wider_text import has_text, wider_edits, wider_text  # seldom needed
 
     calls = trials.torch_calls
-    change = InWider(frozenset(keys), narrow=narrow, is_written=not in_words)
+    change = InWider(frozenset(keys), narrow=narrow)
 
     def is_narrow(call: TorchCall) -> bool:
         values = (*call.inputs, *call.results)
         return any(value.dtype == narrow for value in values)
 
     roots = [call for call in calls if call.key in keys and is_narrow(call)]
-    if not roots or not trials.may_run():
-        return None
-    if not (in_words or has_text(change, roots, calls)):
+    if not roots or not trials.may_run() or not has_text(change, roots, calls):
         return None
 
     def was_wide(call: TorchCall) -> bool:
@@ -140,8 +131,7 @@ def _wider_trial(
     if not failure.found.is_overflow:
         more.clear()  # what is undefined elsewhere needs no wider dtype
     if more and len(keys) < _MOST_ROOTS:
-        of_all = keys | more, failing, narrow, failure, trials, in_words
-        found = _wider_trial(*of_all)
+        found = _wider_trial(keys | more, failing, narrow, failure, trials)
         if found is not None:
             return found
     if failing <= {call.key for call, size in sizes.items() if size == torch.inf}:
@@ -157,8 +147,8 @@ def _wider_trial(
         text, patch = wider_text(change, calls), CallPatch((change,))
         with contextlib.suppress(*NOT_WRITTEN):
             edits = wider_edits(change, calls)
-            return None if in_words else Trial(remedy_of(text, edits), patch, edits)
-    return Trial(remedy_in_words(text, roots[0]), patch) if in_words else None
+            return Trial(remedy_of(text, edits), patch, edits)
+    return None
 
 
 def _keys_of(

@@ -32,7 +32,6 @@ from .rules import safe_argument, with_numbers
 from .source import Edit, NotWrittenError, SourceText, node_at, rebuilt, unparsed
 
 _MOST_TEXT = 60  # characters; a longer call is cut short where it is only named
-_OF_PART = re.compile(r"tuple\((.+)\(e\) if")  # of one of several results
 _MOST_TURNS = 64  # of a loop, whose texts are compared
 
 
@@ -113,8 +112,6 @@ class Writer(ast.NodeTransformer):
 
     def edits(self, found: Found) -> tuple[Edit, ...]:
         """The edit that puts an expression in the place of the call."""
-        if of_part := _OF_PART.match(found.new):
-            return self._edits_behind(of_part[1], int(found.numbers["N"]))
         self._numbers = found.numbers
         if self._root.is_in_place and not _IS_CALL.fullmatch(found.new):
             if self._root.kwargs.get("out") is not None:
@@ -138,18 +135,6 @@ class Writer(ast.NodeTransformer):
         is_fresh = [ast.unparse(each) for each in names] == [ast.unparse(target)]
         is_fresh &= made.sites[0].code is self._site.code
         return None if is_fresh and isinstance(self.node, ast.AugAssign) else target
-
-    def _edits_behind(self, function: str, place: int) -> tuple[Edit, ...]:
-        """The edit that changes one of several results once they have their names."""
-        assigned = self._source.parents.get(self.node)
-        targets = assigned.targets if isinstance(assigned, ast.Assign) else []
-        names = targets[0].elts if targets and isinstance(targets[0], ast.Tuple) else []
-        if len(targets) != 1 or not all(isinstance(each, ast.Name) for each in names):
-            raise NotWrittenError("its results have no names")
-        name = names[place]
-        changed = ast.Call(self.visit(copy.deepcopy(parsed(function))), [name], [])
-        lines = [ast.Expr(self.node), ast.Assign([name], changed)]
-        return (Edit.of(self._site.file, self.node, ast.Module(lines, [])),)
 
     def edits_to(self, new: ast.expr) -> tuple[Edit, ...]:
         """The edit that writes an expression in place of the call.
