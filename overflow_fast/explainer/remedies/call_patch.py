@@ -28,7 +28,6 @@ from .written import short_text
 # What is held for calls that are still to come, at most: what one layer's pattern reads
 # is let go of with the layer, but a line may run where no pattern of it follows.
 _MOST_BYTES = 2**30
-_MOST_BACK = 3  # calls from a sum to the difference that it is an operand of; chosen
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,6 @@ class CallPatch(Patch):
             in words, with its magnitude.
         needs_wide: The keys of calls that divide by what is near 0 in the dtype that a
             wider one stands for.
-        cancelled: The keys of differences that leave less than the rounding of one
-            operand, which is narrow still where the other one is wider.
     """
 
     changes: tuple[Change, ...]
@@ -107,7 +104,6 @@ class CallPatch(Patch):
     moved: dict[int, float] = field(default_factory=dict, compare=False)
     near_zero: dict[str, float] = field(default_factory=dict, compare=False)
     needs_wide: set[Key] = field(default_factory=set, compare=False)
-    cancelled: set[Key] = field(default_factory=set, compare=False)
 
     @contextmanager
     def applied(self, models: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -225,11 +221,8 @@ class ChangedCalls(TorchCalls):
         wider = getattr(torch.Tensor, CAST_METHODS[change.wide])
         func = wider if is_cast else call.func
         casts = {change.narrow: change.wide}
-        sums = [] if call.plain_name != "sub" else _narrow_sums(call, change.narrow)
         args, kwargs = cast_all((args, kwargs), casts)
         result = func(*args, **kwargs)  # autocast, which stays on, may cast again
-        if len(sums) == 1 and _is_below_rounding(result, sums[0]):
-            self._patch.cancelled.add(call.key)
         if any(result is each for each in tensors_among((args, kwargs))):
             result = result.view_as(result)  # what is known of it is of this one alone
         return pytree.tree_map(lambda each: self._back(each, change, call), result)
@@ -243,35 +236,6 @@ class ChangedCalls(TorchCalls):
             return each
         self._wide[each] = True
         return each
-
-
-def _narrow_sums(call: TorchCall, narrow: torch.dtype) -> list[torch.Tensor]:
-    """The operands of a difference of two like shapes that are narrow, and of a sum."""
-    of = [each for each in call.operands[:2] if isinstance(each, Value)]
-    if len(of) < 2 or of[0].shape != of[1].shape:
-        return []
-    found = [each for each in of if each.dtype == narrow and _is_of_sum(each)]
-    return [each.tensor for each in found if each.tensor is not None]
-
-
-def _is_of_sum(value: Value, depth: int = _MOST_BACK) -> bool:
-    made = value.call
-    if made is None or not depth:
-        return False
-    is_of_inputs = (_is_of_sum(each, depth - 1) for each in made.inputs)
-    return is_sum(made.name) or any(is_of_inputs)
-
-
-def is_sum(name: str) -> bool:
-    """True for a sum or a mean."""
-    return has(name, "linear") and has(name, "measure")
-
-
-def _is_below_rounding(difference: torch.Tensor, operand: torch.Tensor) -> bool:
-    """True if a number of a difference is smaller than its operand is rounded by."""
-    with no_dispatch(), torch.no_grad():
-        size, left = operand.abs() * torch.finfo(operand.dtype).eps, difference.abs()
-        return bool(((left > 0) & (left < size)).any())
 
 
 def is_bounded(value: Value) -> bool:

@@ -36,6 +36,7 @@ from .rules import (
     numbers_of,
     with_numbers,
 )
+from .sample_trials import border_trials
 from .source import NOT_WRITTEN, rebuilt, unparsed
 from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
@@ -149,23 +150,26 @@ def _is_layer(call: TorchCall) -> bool:
 
 
 def given_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of a 0 that a line of the program made for an installed package."""
+    """A lower bound of a 0 that the program gives an installed package."""
     op = failure.found.op
     is_zero = op is not None and op.operands[-1:] == [0.0]
-    failed = filter(inner_place, failure.failing_calls) if is_zero else ()
-    made = [_made_outside(each.inputs[-1]) for each in failed if each.inputs]
-    for trial in _on(LOST[:1], made, failure, trials):
-        if trial.edits:
-            yield trial
+    for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
+        value = _before_package(failed.inputs[-1]) if failed.inputs else None
+        if value is not None and value.call is not None:
+            for trial in _on(LOST[:1], [value.call], failure, trials):
+                if trial.edits:
+                    yield trial
+        elif value is not None and value.tensor is not None:
+            yield from border_trials(value.tensor, failure, trials)
 
 
-def _made_outside(value: Value) -> TorchCall | None:
-    """The program's call that made what a package may have moved; None if unknown."""
+def _before_package(value: Value) -> Value | None:
+    """The value of the program that a package has moved; None if it did more."""
     while (made := value.call) is not None and inner_place(made):
         if not has(made.name, "moves"):
             return None
         value = _moved_from(made, value)
-    return made
+    return value
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -16,6 +16,7 @@ from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..replayer import Patch
 from ..sentinel import outlier_in
+from ..tensor_kinds import is_float
 from .failure import Failure
 from .patches import (
     ClampedBatch,
@@ -24,6 +25,7 @@ from .patches import (
     WithoutNumber,
     finite_rows,
 )
+from .rules import named_numbers, with_numbers
 from .trials import Attempts, Trial, Trials
 
 
@@ -132,6 +134,17 @@ def _dropping_code(call: Call, mask: str) -> str:
 
 def _has_samples(each: Any) -> bool:
     return isinstance(each, torch.Tensor) and each.dim() > 0
+
+
+def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Attempts:
+    """A lower bound of a tensor of the batch whose least number is 0."""
+    names = [n for n, each in trials.calls[failure.place].leaves() if each is tensor]
+    if not names or not is_float(tensor) or float(tensor.detach().min()) != 0:
+        return
+    name, low = names[0], with_numbers("EPS", named_numbers(tensor.dtype))
+    words = f"clamp `{name}` to at least {low}"
+    patch = ClampedBatch(failure.place, name, float(low))
+    yield _changing(words, name, "clamp", f"min={low}", patch)
 
 
 def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:

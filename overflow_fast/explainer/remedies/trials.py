@@ -314,9 +314,6 @@ class Trials:
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
             return False  # that form does not fit the call: it is no remedy
-        of_calls = [each for each in patches if isinstance(each, CallPatch)]
-        if any(each.cancelled for each in of_calls):
-            return False  # what is finite so is chance
         table, within = result.table, self._failure.within
         left = stays and table is not None and table.bad_within(within)
         is_finite = result.is_clean and not left

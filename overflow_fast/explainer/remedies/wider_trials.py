@@ -20,12 +20,13 @@ from ...base.torch_ops import has
 from ...guard.report.remedy import Remedy
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
-from .call_patch import CallPatch, InWider, is_sum
+from .call_patch import CallPatch, InWider
 from .edited_lines import remedy_of
 from .failure import Failure
 from .rule_attempts import calls_before
 from .source import NOT_WRITTEN
 from .trials import Attempts, Trial, Trials, in_wider
+from .wider_text import has_text, wider_edits, wider_text
 
 _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
 _MOST_BACK = 4  # calls before the failing one whose result is the first in it
@@ -92,8 +93,6 @@ def _wider_trial(
     failure: Failure,
     trials: Trials,
 ) -> Trial | None:
-    from .wider_text import has_text, wider_edits, wider_text  # seldom needed
-
     calls = trials.torch_calls
     change = InWider(frozenset(keys), narrow=narrow)
 
@@ -114,23 +113,19 @@ def _wider_trial(
     patch = CallPatch((change,))
     patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
     has_backward = failure.found.phase != "forward"  # else most is of derivatives
-    place = failure.place
-    table = trials.run(patches, place, has_backward=has_backward).table
+    table = trials.run(patches, failure.place, has_backward=has_backward).table
     if table is None:
         return None
-    own = [op for op in table.ops if op.custom or not op.in_backward]
     sizes: dict[TorchCall, float] = {}
     for op in table.ops:  # the last one that is no view made what a call returned
         if op.torch_call is not None and op.abs_max is not None:
             sizes[op.torch_call] = torch.inf if op.kinds else op.abs_max
-    full = _nearly_full(narrow, failing, sizes)
-    beside = [call for call in full if not was_wide(call) and is_sum(call.name)]
+    own = [op for op in table.ops if op.custom or not op.in_backward]
     bad = [op.torch_call for op in own if op.makes_bad]
     # Such as another sum, or a divisor's: 1 / inf is finite.
-    more = {call.key for call in (*bad, *beside) if call is not None} - keys
-    if not failure.found.is_overflow:
-        more.clear()  # what is undefined elsewhere needs no wider dtype
-    if more and len(keys) < _MOST_ROOTS:
+    more = {call.key for call in bad if call is not None} - keys
+    # What is undefined elsewhere needs no wider dtype.
+    if more and failure.found.is_overflow and len(keys) < _MOST_ROOTS:
         found = _wider_trial(keys | more, failing, narrow, failure, trials)
         if found is not None:
             return found
@@ -139,15 +134,13 @@ def _wider_trial(
     stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
     change = replace(change, stops=stops)  # and what autocast casts
     divisors = _divided_by(table.torch_calls, patches)
-    full = [call for call in full if call.key not in stops]
-    for wide in ([*divisors, *full], divisors):
-        needed = {each.key for call in wide for each in (call, *calls_before(call))}
-        ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
-        change = replace(change, ends=frozenset(call.key for call in ends))
-        text, patch = wider_text(change, calls), CallPatch((change,))
-        with contextlib.suppress(*NOT_WRITTEN):
-            edits = wider_edits(change, calls)
-            return Trial(remedy_of(text, edits), patch, edits)
+    needed = {each.key for call in divisors for each in (call, *calls_before(call))}
+    ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
+    change = replace(change, ends=frozenset(call.key for call in ends))
+    with contextlib.suppress(*NOT_WRITTEN):
+        edits = wider_edits(change, calls)
+        remedy = remedy_of(wider_text(change, calls), edits)
+        return Trial(remedy, CallPatch((change,)), edits)
     return None
 
 
@@ -167,17 +160,6 @@ def _divided_by(
     keys = {key for each in of_calls for key in each.needs_wide}
     made = (call.operands[1].call for call in calls if call.key in keys)
     return [call for call in made if call is not None]
-
-
-def _nearly_full(
-    narrow: torch.dtype, failing: set[Key], sizes: dict[TorchCall, float]
-) -> list[TorchCall]:
-    """The calls of the function that failed whose results a longer batch overflows."""
-    functions = [key[1][0][:3] for key in failing if key[1]]
-    largest, most = _SIZES[narrow][1], torch.finfo(narrow).max
-    full = [call for call, size in sizes.items() if largest <= size < most]
-    own = [call for call in full if call.sites]
-    return [call for call in own if call.sites[0].key[:3] in functions]
 
 
 def _ends_of(
