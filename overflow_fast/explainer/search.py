@@ -423,7 +423,6 @@ class Search:
         failure.usual_loss = statistics.median_low(before) if before else None
         slopes = step.past.gradients or [step.past.last_gradient]
         failure.usual_gradient = statistics.median_low(slopes)
-        failure.optimizers = step.optimizers
         find_remedies(failure, self.replayer, step.budget, self.first.seconds)
         found_remedy = any(each.is_recommended for each in found.remedies)
         if self.changed and found_remedy and self.replayer.run().is_clean:

@@ -68,7 +68,6 @@ class Failure:
         usual_loss: The median loss of the steps before, or None.
         usual_gradient: The median of the largest magnitudes in the gradients of the
             steps before; 0 if none is known.
-        optimizers: The optimizers, which make a step with what is tried.
         stays_within: The step ends finite: what follows leaves the bad values out.
         within: The module that has them then; None if it is of none.
     """
@@ -93,7 +92,6 @@ class Failure:
     nearby: float = 0.0
     usual_loss: float | None = None
     usual_gradient: float = 0.0
-    optimizers: Sequence[torch.optim.Optimizer] = ()
     stays_within: bool = False
     within: str | None = None
     losses: Sequence[float] = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import itertools
 import re
@@ -23,7 +22,7 @@ from .assigned import bounded_where_assigned
 from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
-from .patterns import Found, Input, matched, parsed
+from .patterns import Found, matched
 from .rules import (
     GUARDS,
     IN_LOGARITHMS,
@@ -37,7 +36,7 @@ from .rules import (
     with_numbers,
 )
 from .sample_trials import border_trials
-from .source import NOT_WRITTEN, rebuilt, unparsed
+from .source import NOT_WRITTEN
 from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
 
@@ -392,29 +391,8 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
     ]
     if elsewhere and not place:
         of = " and ".join(dict.fromkeys(elsewhere))
-        formula = _formula(found) if len(set(elsewhere)) == 1 else ""
-        if formula:
-            return f"{text}: `{formula}` for {_named(root)}, where A is {of}"
         return f"{text} of {of} in {_named(root)}"
     return whole if place else f"{whole}, which is not written out: {why}"
-
-
-def _formula(found: Found) -> str:
-    """An expression of one input A; "" where it has another one, or moves it."""
-    if found.moved is not None or len({leaf.value for leaf in found.inputs()}) != 1:
-        return ""
-    whole, new = parsed(found.code), dict[ast.AST, ast.AST]()
-    for node in ast.walk(whole):
-        of = found.names.get(node.id) if isinstance(node, ast.Name) else None
-        if isinstance(of, Found):
-            inner = _formula(of)
-            if not inner:
-                return ""
-            new[node] = parsed(inner)
-        elif isinstance(of, Input):
-            is_input = isinstance(of.value, Value)
-            new[node] = ast.Name("A") if is_input else ast.Constant(of.value)
-    return unparsed(rebuilt(whole, new))
 
 
 # The calls before and behind one.

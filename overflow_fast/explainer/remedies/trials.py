@@ -14,7 +14,7 @@ from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
-from ..bounds import GRADIENT, LOSS, POLE
+from ..bounds import BUFFER, GRADIENT, LOSS, POLE
 from ..budget import Budget
 from ..calls import Call, name_outside
 from ..named_tensors import state_by_name
@@ -34,7 +34,6 @@ from .edited_lines import remedy_of
 from .failure import Failure
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
-from .step_after import grown_buffer, nonfinite_after
 from .true_step import Truth, mean_of
 
 if TYPE_CHECKING:
@@ -177,6 +176,14 @@ def _grown(sizes: Mapping[str, float], usual: float) -> str:
         if GRADIENT.is_passed(largest, usual):
             grown = f"{largest:.3g}, against {usual:.3g} before or beside it"
             return f"the gradient of {name} is up to {grown}"
+    return ""
+
+
+def _grown_buffer(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    """Names the buffer that a replay has made far larger than before, or ""."""
+    for name, size in after.items():
+        if BUFFER.is_passed(size, before.get(name, size)):
+            return f"{name} is {size:.3g} after it ({before[name]:.3g} before)"
     return ""
 
 
@@ -375,7 +382,7 @@ class Trials:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
             return {}
-        left = grown_buffer(self.replayer.buffer_sizes, result)
+        left = _grown_buffer(self.replayer.buffer_sizes, result.buffer_sizes)
         is_known = self.truth is not None or (
             self._nearness is not None and self._nearness.has_true_output
         )
@@ -391,9 +398,6 @@ class Trials:
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
-        broken = broken or nonfinite_after(
-            self.replayer.models, self._failure.optimizers, result
-        )
         if not broken and not is_right:
             broken = _grown(result.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
