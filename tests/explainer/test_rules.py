@@ -18,10 +18,8 @@ from overflow_fast.explainer.remedies.call_patch import (
 )
 from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rules import (
-    CANCELLED,
     EXACT,
     GUARDS,
-    IN_LOGARITHMS,
     LOGS,
     LOST,
     MASKS,
@@ -115,27 +113,17 @@ COLD = {
 }
 # Each exact rule on values where the call has one.
 EQUAL = {
-    "exp(x) / sum(exp(x), d, True)": "x.exp() / x.exp().sum(-1, keepdim=True)",
     "log(y)": "torch.log(x.softmax(-1))",
     "log2(y)": "torch.exp(x).log2()",
     "log10(y)": "torch.log10(x.sigmoid())",
     "log1p(exp(x))": "x.exp().log1p()",
     "x / norm(x, 2, d, True)": "x / x.norm(dim=-1, keepdim=True)",
-    "y / z": "x.exp() / x.exp().sum()",
-    "y * z": "x.exp() * x.sigmoid()",
-    "sqrt(y)": "torch.sqrt(x.exp())",
-    "y ** n": "x.exp() ** 3",
     "where(c, f(y), z)": "torch.where(x > 1, x.log(), x)",
     "where(c, z, f(y))": "torch.where(x < 1, x, x.log())",
     "masked_fill(f(y), c, n)": "x.log().masked_fill(x < 1, 0.0)",
     **dict.fromkeys(COLD),  # by 0 alone: see below
     "(a @ b) * n": "x @ x.T * 0.25",
     "(a @ b) / n": "torch.matmul(x, x.T) / math.sqrt(3)",
-    "einsum(z, a, b) * n": "torch.einsum('ij,kj->ik', x, x) * 0.25",
-    "einsum(z, a, b) / n": "torch.einsum('ij,kj->ik', x, x).div(4)",
-    "baddbmm(x, a, b) * n": "torch.baddbmm(x[:, :2], x[None], x.T[None]) * 0.25",
-    "baddbmm(x, a, b) / n": "torch.baddbmm(x[:, :2], x[None], x.T[None]) / 4",
-    "m * x": "(x > 1) * x",
     "mean(y)": None,  # of nothing alone: see below
     "exp(y)": None,  # only where it is divided by its sum
 }
@@ -178,15 +166,13 @@ OF_LOG |= {
 
 
 def test_each_exact_rule_has_a_row():
-    patterns = [rule.pattern for rule in (*EXACT, *IN_LOGARITHMS)]
+    patterns = [rule.pattern for rule in EXACT]
     assert sorted(EQUAL) == sorted(set(patterns))
     assert [name for name in OF_LOG if "moved" not in name] == list(LOGS)
 
 
 @every_case
-@pytest.mark.parametrize(
-    "rule", [r for r in (*EXACT, *IN_LOGARITHMS) if EQUAL[r.pattern]], ids=str
-)
+@pytest.mark.parametrize("rule", [r for r in EXACT if EQUAL[r.pattern]], ids=str)
 def test_an_exact_rule_is_equal_where_the_call_has_a_value(rule, tmp_path):
     found = list(tried(rule, EQUAL[rule.pattern], X, tmp_path))
     assert found
@@ -209,7 +195,6 @@ def test_the_logarithm_of_what_was_made_is_equal(name, tmp_path):
 
 ZERO, ONE, LARGE = torch.zeros(3, 2), torch.ones(3, 2), torch.full((3, 2), 200.0)
 NONE = torch.full((3,), -100)
-LOW, HIGH = (f"torch.where(x > 5, x, {sign}torch.inf)" for sign in ("-", ""))
 NOT_THERE = "x.masked_fill(x > 0, math.nan)"
 MASKED = "(x - x).masked_fill(x == 0, -torch.inf)"
 # A program that is not finite for each function of the guarded rules, and its x; those
@@ -220,15 +205,8 @@ FAILING = {
     "reciprocal": ("x.reciprocal()", ZERO),
     "addcdiv": ("torch.addcdiv(x, x, x)", ZERO),
     "pow": ("x ** 0.5", ZERO),
-    "norm": ("x.norm(dim=-1).sqrt()", ZERO),
     "std": ("x.std(0)", ONE),
     **dict.fromkeys(("var", "var_mean"), ("torch.{}(x[:1], dim=0)", ONE)),
-    "normalize": ("F.normalize(x).sqrt()", ZERO),
-    "cdist": ("torch.cdist(x, x)", ZERO),
-    "cosine_similarity": ("F.cosine_similarity(x, x + 1)", ZERO),
-    "pairwise_distance": ("F.pairwise_distance(x, x, eps=0.0).sqrt()", ZERO),
-    "dist": ("torch.dist(x, x * 1.0).sqrt()", ZERO),
-    "atan2": ("torch.atan2(x, x)", ZERO),
     "logdet": ("torch.logdet(x.T @ x)", ONE),
     "slogdet": ("torch.slogdet(x.T @ x)[1]", ONE),
     "det": ("torch.linalg.det(x.T @ x)", ONE),
@@ -243,15 +221,8 @@ FAILING = {
         ONE,
     ),
     "xlogy": ("torch.xlogy(x + 1, x)", ZERO),
-    **dict.fromkeys(("layer_norm", "rms_norm"), ("F.{}(x, (2,), eps=0)", ZERO)),
-    "group_norm": ("F.group_norm(x, 1, eps=0)", ZERO),
     "to": ("x.to(torch.float16)", LARGE * 1e3),
     "poisson_nll_loss": ("F.poisson_nll_loss(x, x * 0 + 1)", LARGE),
-    "mul": (f"(x > 5).float() * {LOW}", ZERO),
-    "add": (f"{LOW} + {HIGH}", ZERO),
-    "sub": (f"{LOW} - {LOW}", ZERO),
-    "sum": (f"torch.stack([{LOW}, {HIGH}]).sum(0)", ZERO),
-    "matmul": (f"{LOW} @ torch.zeros(2, 2)", ZERO),
     "mean": ("x[x > 5].mean()", ONE),
     "median": ("x[x > 5].median()", ONE),
     **dict.fromkeys(("nanmean", "nanmedian"), (f"{NOT_THERE}.{{}}()", ONE)),
@@ -275,29 +246,13 @@ OTHERS = {
     ("y / x", "clamp to at least EPS what is divided by its own minimum"): (
         *("x / x.min()", ZERO),
     ),
-    **dict.fromkeys(
-        [
-            ("y / n", "divide by a count of at least 1"),
-            ("y / n", "divide by 1 in place of 0"),
-        ],
-        ("x / (len(x) - 3)", ONE),
-    ),
-    ("poisson_nll_loss(y)", "clamp the rate to at least 0"): (
-        *("F.poisson_nll_loss(x, x * 0 + 1, log_input=False)", -ONE),
-    ),
+    ("y / n", "divide by a count of at least 1"): ("x / (len(x) - 3)", ONE),
     ("std(*)", "use no correction, which divides by n"): ("x[:1].std(0)", ONE),
     ("std(y, d)", "use no correction, and add EPS inside the root"): (
         *("torch.std(x[:1], dim=0)", ONE),
     ),
-    ("x * y", "clamp the infinite factor to at least LOW"): (
-        f"{LOW} * (x > 5).float()",
-        ZERO,
-    ),
     ("nanmedian(y, d)", "return 0 where there is nothing to average"): (
         *(f"{NOT_THERE}.nanmedian(dim=-1, keepdim=True)[0]", ONE),
-    ),
-    ("norm(y, 2, None)", "add EPS inside the root of the norm"): (
-        *("x.norm().sqrt()", ZERO),
     ),
     **{
         (f"{name}(y, z)", "divide the sum by a count of at least 1"): (
@@ -315,8 +270,7 @@ OTHERS = {
     },
 }
 NOT_SHOWN_HERE = {  # of which torch of today returns finite gradients, or none fits
-    *("scaled_dot_product_attention", "log_softmax", "normalize", "cdist", "atan2"),
-    *("std", "det", "cholesky", "eig", "cosine_similarity"),
+    *("scaled_dot_product_attention", "log_softmax", "std", "det", "cholesky", "eig"),
 }
 
 
@@ -364,14 +318,9 @@ def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
     assert any(helped), code
 
 
-FAR = torch.tensor([[1000.1, 1000.1], [1000.2, 1000.3], [1000.4, 1000.1]])
 OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
-    MASKS[1]: ("x.softmax(1).masked_fill(x == 0, -torch.inf) * x", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
-    CANCELLED[0]: ("((x ** 2).mean(0) - x.mean(0) ** 2).sqrt()", FAR),
-    CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),
-    CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
     LOST[1]: ("torch.xlogy(2.0, 1 - x.sigmoid())", LARGE),
 }
@@ -387,37 +336,22 @@ def test_what_is_before_a_failing_call_is_changed(rule, tmp_path):
         assert_same(changed, written, rtol=0, atol=0)
 
 
-HUGE, WIDE = LARGE * 1e30, torch.full((2, 3), 1e30)
-SOME, MASK = torch.tensor([[0.0, 3], [1, 2]]), "x.masked_fill(x == 0, -torch.inf)"
+HUGE = LARGE * 1e30
+SOME = torch.tensor([[0.0, 3], [1, 2]])
 ATTENTION = "F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask={})"
 # Programs in which a search tries rules that those above do not ask for.
 TRIED = [
     ("x.exp().log()", -LARGE),
-    ("(e := x.exp()) * 2 / e.sum()", LARGE),
     ("torch.log10(x.sigmoid())", -LARGE),
-    (f"(x > 1) * {MASK}", ZERO),
-    ("torch.baddbmm(x[:, :2], x[None], x.T[None]) * 0.25", WIDE),
-    ("torch.baddbmm(x[:, :2], x[None], x.T[None]) / 4", WIDE),
-    ("x / (len(x) - 3.0)", ONE),
     ("(x + 1) / x", SOME),
     ("(x + 1) / x.abs()", SOME),
     ("x.reciprocal()", SOME * 1e-39),
-    ("x.norm()", HUGE),
     ("x.std(0)", torch.tensor([[3e38], [-3e38]])),
-    ("F.normalize(x, eps=0.0)", ZERO),
-    ("F.cosine_similarity(x, x, eps=0.0)", ZERO),
-    *[
-        (f"{name}(x, -x)", HUGE)
-        for name in ("torch.cdist", "F.pairwise_distance", "torch.dist")
-    ],
-    ("torch.atan2(x, x)", ONE * 1e-20),
     ("torch.linalg.det(x)", torch.eye(2) * 1e30),
     ("torch.linalg.cholesky(x) * 1e30", torch.eye(2) * 1e-20),
     ("torch.linalg.eig(x)[1].abs().square()[0, 0]", torch.eye(2)),
     (ATTENTION.format("x[None, :, :1] > x.T[None, :1]"), HUGE),
     (ATTENTION.format("x[None, :, :1].expand(1, 3, 3) * 0"), HUGE),
-    (f"(m := {MASK}) + (-m)", ZERO),
-    (f"torch.stack([m := {MASK}, -m]).sum(0)", ZERO),
     ("torch.log(torch.nn.ELU()(x)[:, 0])", -ONE),
     ("F.poisson_nll_loss(torch.nn.ELU()(x), x * 0 + 1, log_input=False)", -ONE),
 ]
@@ -425,7 +359,7 @@ TRIED = [
 
 def programs_of(rule):
     """Programs that fail, in one of which a search tries a rule."""
-    code = EQUAL[rule.pattern] if rule in (*EXACT, *IN_LOGARITHMS) else None
+    code = EQUAL[rule.pattern] if rule in EXACT else None
     yield from [(code, x) for x in (ZERO, LARGE, -LARGE, HUGE) if code]
     yield from [program_of(rule)] if rule in GUARDS else []
     yield from [OF_OTHERS[rule]] if rule in OF_OTHERS else []

@@ -44,7 +44,7 @@ from .rule_attempts import (
     lost_trials,
     select_trials,
 )
-from .rules import CANCELLED, EXACT, IN_LOGARITHMS, MASKS, ROUNDED
+from .rules import MASKS, ROUNDED
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
 from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
@@ -355,12 +355,10 @@ _ATTEMPTS: tuple[
     (_tries("samples"), select_trials),
     (_tries("samples"), dropping_trials),
     (_has_calls, sentinel_trials),
-    (_has_calls, functools.partial(exact_trials, rules=EXACT)),
+    (_has_calls, exact_trials),
     (_has_calls, select_trials),
     (_overflows_half, scale_trials),
     (_overflows_half, wider_trials),
-    (_is_lost, functools.partial(earlier_trials, rules=CANCELLED)),
-    (_has_calls, functools.partial(exact_trials, rules=IN_LOGARITHMS)),
     (_is_full, wider_trials),
     (_is_lost, option_trials),
     (_is_lost, functools.partial(earlier_trials, rules=MASKS)),

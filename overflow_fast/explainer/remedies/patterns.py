@@ -78,14 +78,6 @@ class Found:
         """The expression as it is computed."""
         return self.new.replace("LOG(y)", "LOG_y").replace("LOG(z)", "LOG_z")
 
-    @property
-    def is_known(self) -> bool:
-        """True if it takes the logarithm of no value that may be negative."""
-        inner = [each for each in self.names.values() if isinstance(each, Found)]
-        plain = self.names.get("y") if self.new == "log(y)" else None
-        is_plain = isinstance(plain, Input) and isinstance(plain.value, Value)
-        return not is_plain and all(each.is_known for each in inner)
-
 
 def matched(
     rule: Rule,
@@ -200,30 +192,11 @@ def _takes_name(name: str, leaf: Input, found: Found) -> bool:
     if name == "m" and of.dtype is not torch.bool:
         return False
     if name in found.names:
-        return _are_same(found.names[name].value, of)
+        known = found.names[name].value
+        is_number = type(known) is type(of) and not is_tensor
+        return known is of or (is_number and bool(known == of))
     found.names[name] = leaf
     return True
-
-
-def _are_same(one: Any, other: Any, depth: int = 4) -> bool:
-    """True for the same value, and for one that was computed again of the same."""
-    if one is other:
-        return True
-    if not isinstance(one, Value) or not isinstance(other, Value):
-        return type(one) is type(other) and not isinstance(one, Value) and one == other
-    calls = one.call, other.call
-    if calls[0] is None or calls[1] is None or not depth or one.place != other.place:
-        return False
-    is_plain = not (calls[0].is_in_place or calls[1].is_in_place)
-    is_plain = is_plain and not has(calls[0].name, "random") and not calls[0].kwargs
-    given = calls[0].args, calls[1].args
-    return (
-        is_plain
-        and calls[0].func == calls[1].func
-        and calls[0].kwargs == calls[1].kwargs
-        and len(given[0]) == len(given[1])
-        and all(_are_same(*pair, depth - 1) for pair in zip(*given, strict=True))
-    )
 
 
 def _is_constant(of: Any, wanted: Any) -> bool:

@@ -24,8 +24,8 @@ from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
 from .patterns import Found, matched
 from .rules import (
+    EXACT,
     GUARDS,
-    IN_LOGARITHMS,
     LINKS,
     LOST,
     RULES,
@@ -48,19 +48,17 @@ INSTALLED = ", installed)"  # ends the words of a remedy of torch's own line
 _STAY = "stay with logarithms"
 
 
-def exact_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Attempts:
+def exact_trials(failure: Failure, trials: Trials) -> Attempts:
     """Forms that are the same in exact arithmetic, and stay in range."""
     for failed in failure.failing_calls:
         for root in (failed, *_behind(failure.calls, failed)):
             if root.key in trials.applied.keys:
                 continue
-            for rule in rules:
+            for rule in EXACT:
                 dim = _ratio_dim(failure.calls, root) if "DIM" in rule.new else None
                 if "DIM" in rule.new and (dim is None or root is not failed):
                     continue
                 for trial, found in trials_of(rule, root, failure.calls, dim):
-                    if rule in IN_LOGARITHMS and not found.is_known:
-                        continue  # nan where a factor is negative
                     is_near = any(value.call in found.calls for value in failed.inputs)
                     is_near &= "LOG" in rule.new
                     if is_near or failed in (root, *found.calls):
@@ -177,7 +175,6 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     Of an overflow those of the call that made the large numbers, too.
     """
     op = failure.found.op
-    has_inf = op is not None and any(each.num_inf for each in op.inputs)
     # A number that is added to one below 0 helps by chance.
     is_own = op is not None and bool(op.operands) and not op.derivative
     is_below = is_own and op is not None and op.operands[0] < 0
@@ -193,7 +190,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
         for rule in GUARDS:
             if trials.is_settled:
                 return
-            if (rule.needs_inf and not has_inf) or rule.pattern in helped:
+            if rule.pattern in helped:
                 continue
             if is_below and failed in own and "y + EPS" in rule.new:
                 continue
@@ -264,9 +261,8 @@ def _with_twins(
             twins.setdefault(call.key, call)
     found = [trial]
     for call in twins.values():
-        for other, of in itertools.islice(trials_of(rule, call, failure.calls), 1):
-            is_known = of.is_known or rule not in IN_LOGARITHMS
-            found += [other] * (is_known and bool(other.edits) == bool(trial.edits))
+        for other, _ in itertools.islice(trials_of(rule, call, failure.calls), 1):
+            found += [other] * (bool(other.edits) == bool(trial.edits))
     if len(found) > 1 and (yield joined(found)):
         return True
     return (yield trial)
@@ -481,8 +477,6 @@ def update_remedies(
     if root is None or not is_of_user(root.sites[0].file):
         return
     for rule in (*UPDATES, *GUARDS):
-        if rule.needs_inf:
-            continue
         for trial, _ in trials_of(rule, root, calls):
             patch = trial.patch
             assert isinstance(patch, CallPatch)

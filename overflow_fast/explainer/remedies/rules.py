@@ -78,7 +78,6 @@ class Rule:
         new: What is computed.
         text: In words; "" for those of the `LOG`.
         when: Whether it may be of use; None for always.
-        needs_inf: Whether it is for calls that were given infs.
         has_chosen: Whether it chooses a value where the call has none.
         settles: Whether guarded forms are worse wherever it helps.
     """
@@ -87,15 +86,13 @@ class Rule:
     new: str
     text: str
     when: Callable[[TorchCall], bool] | None = None
-    needs_inf: bool = False
     has_chosen: bool = False
     settles: bool = False
 
     @property
     def is_exact(self) -> bool:
         """True if it is equal in exact arithmetic, where the call has a value."""
-        is_equal = self in EXACT or self in IN_LOGARITHMS or self in CANCELLED
-        return is_equal and not self.has_chosen
+        return self in EXACT and not self.has_chosen
 
     @property
     def clamps(self) -> bool:
@@ -216,10 +213,6 @@ def _is_of_nothing(call: TorchCall) -> bool:
     return any(0 in value.shape for value in call.inputs)
 
 
-def _has_no_eps(call: TorchCall) -> bool:
-    return 0 in [*call.args[1:], call.kwargs.get("eps")][-2:]
-
-
 def _has_low(call: TorchCall) -> bool:
     given = (*call.args, *call.kwargs.values())
     return any(type(each) is float and each == -math.inf for each in given)
@@ -248,39 +241,26 @@ _NORMALIZE = "use normalize, which divides by at least 1e-12"
 _COLD = "divide by at least N, which is near the limit at 0"
 # Equal in exact arithmetic, where the call has a value.
 EXACT = _rules(
-    ("exp(x) / sum(exp(x), d, True)", "x.softmax(d)", "use softmax"),
     ("log(y)", "LOG(y)", ""),
     ("log2(y)", "LOG(y) / 0.6931471805599453", ""),
     ("log10(y)", "LOG(y) / 2.302585092994046", ""),
     ("log1p(exp(x))", "F.softplus(x)", "use softplus"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
-     _NORMALIZE, None, False, True),
+     _NORMALIZE, None, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
     ("where(c, z, f(y))", "where(c, z, f(where(c, SAFE, y)))", _FIRST),
     ("masked_fill(f(y), c, n)", "masked_fill(f(masked_fill(y, c, SAFE)), c, n)",
      _FIRST),
     ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / max(n, N))", _COLD,
-     _is_cold, False, True, True),
+     _is_cold, True, True),
     ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / n.clamp(min=N))",
-     _COLD, _is_cold_by_tensor, False, True, True),
+     _COLD, _is_cold_by_tensor, True, True),
     ("(a @ b) * n", "(a * n) @ b", _BEFORE),
     ("(a @ b) / n", "(a / n) @ b", _BEFORE),
-    ("einsum(z, a, b) * n", "torch.einsum(z, a * n, b)", _BEFORE),
-    ("einsum(z, a, b) / n", "torch.einsum(z, a / n, b)", _BEFORE),
-    ("baddbmm(x, a, b) * n", "torch.baddbmm(x * n, a * n, b)", _BEFORE),
-    ("baddbmm(x, a, b) / n", "torch.baddbmm(x / n, a / n, b)", _BEFORE),
-    ("m * x", "where(m, x, 0)", "leave values out by `where`"),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
-     "return 0 where there is nothing to average", _is_of_nothing, False, True, True),
+     "return 0 where there is nothing to average", _is_of_nothing, True, True),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
      "subtract the maximum before exp"),
-)
-# As exact, but slower and less plain than float32 is where that helps.
-IN_LOGARITHMS = _rules(
-    ("y / z", "(LOG(y) - LOG(z)).exp()", "divide by subtracting logarithms"),
-    ("y * z", "(LOG(y) + LOG(z)).exp()", "multiply by adding logarithms"),
-    ("sqrt(y)", "(LOG(y) / 2).exp()", "take the root of the logarithm"),
-    ("y ** n", "(n * LOG(y)).exp()", "take the power of the logarithm"),
 )
 
 _LIKE = "dtype=y.dtype, device=y.device"
@@ -291,14 +271,7 @@ _BY_EPS, _BY_MORE = "divide by at least EPS", "divide by at least N"
 _NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
-_TO_DIVISOR = "add EPS to the divisor"
-_TO_INPUT = "add EPS to the input of {}"
-_IN_NORM = "add EPS inside the root of the norm"
 _NONE = "return 0 where there is nothing to average"
-_OF_INFS = "replace the nan of inf - inf and 0 * inf by 0"
-_OTHER_SIDE = "(1 - y * y).clamp(min=EPS ** 2).sqrt()"
-_ANGLE = "write {} as atan2 of both sides, the other one at least EPS"
-_FACTOR = "clamp the infinite factor to at least LOW"
 # What a later line leaves out, left out before it is computed. Tried where the loss is
 # finite, and kept where it stays the same to the bit alone: where an entry is used,
 # another number gives another loss. A mask may be made of the very inf that it looks
@@ -328,7 +301,6 @@ GUARDS = _rules(
     ("ctc_loss(*)", "CALL(zero_infinity=True)", "pass zero_infinity=True"),
     ("y / x", "y / x.clamp(min=1)", "divide by a count of at least 1", _counts),
     ("y / n", "y / max(n, 1)", "divide by a count of at least 1", _is_by_count),
-    ("y / n", "y / (n or 1)", "divide by 1 in place of 0", _is_by_number),
     ("y / x", "y.clamp(min=EPS) / x.clamp(min=EPS)",
      "clamp to at least EPS what is divided by its own minimum", _is_by_own_least),
     ("y / x", "y / x.clamp(min=N)", _BY_MORE, _is_by_at_least_0),
@@ -338,18 +310,14 @@ GUARDS = _rules(
     ("y / x", "y / where(x == 0, N, x)", _BY_SIZE),
     ("y / x", "y / where(x == 0, EPS, x)", _AT_ZERO),
     ("y / x", f"y / {_AT_LEAST}", _TO_LEAST),
-    ("y / x", "y / (x + EPS)", _TO_DIVISOR),
     ("y / x", "y / x.clamp(min=1)", "divide by a sum of at least 1", _is_by_sum),
     ("reciprocal(x)", "1 / where(x == 0, N, x)", _BY_SIZE),
     ("reciprocal(x)", "1 / where(x == 0, EPS, x)", _AT_ZERO),
     ("reciprocal(x)", f"1 / {_AT_LEAST}", _TO_LEAST),
-    ("reciprocal(x)", "1 / (x + EPS)", _TO_DIVISOR),
-    ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", _TO_DIVISOR),
+    ("addcdiv(x, y, z)", "x + value * y / (z + EPS)", "add EPS to the divisor"),
     ("y ** z", "(y + EPS) ** z", "add EPS to the base of the power", _may_be_no_power),
     ("y ** z", "y.clamp(min=EPS) ** z", "clamp the base to at least EPS",
      _may_be_no_power),
-    ("norm(y, 2, None)", "(y.square().sum() + EPS).sqrt()", _IN_NORM),
-    ("norm(y, 2, d, k)", "(y.square().sum(d, k) + EPS).sqrt()", _IN_NORM),
     ("std(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
     ("std(y, d)", "(y.var(d, correction=0) + EPS).sqrt()",
      "use no correction, and add EPS inside the root"),
@@ -357,8 +325,6 @@ GUARDS = _rules(
      "add EPS inside the root of the deviation"),
     ("var|var_mean(*)", "CALL(unbiased=None, correction=0)", _NO_CORRECTION),
     ("logit(y)", "CALL(eps=WIDE)", "pass eps=WIDE to {}"),
-    ("layer_norm|rms_norm|group_norm(*)", "CALL(eps=WIDE)", "pass eps=WIDE to {}",
-     _has_no_eps),
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt|lgamma|digamma(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the argument of {} to at least EPS"),
@@ -370,8 +336,8 @@ GUARDS = _rules(
      "clamp the logarithm's argument to at least LEAST"),
     ("log1p(y)", "CALL_ON(y.clamp(min=WIDE - 1))",
      "clamp the logarithm's argument to at least WIDE"),
-    ("acos(y)", f"torch.atan2({_OTHER_SIDE}, y)", _ANGLE),
-    ("asin(y)", f"torch.atan2(y, {_OTHER_SIDE})", _ANGLE),
+    ("acos(y)", "torch.atan2((1 - y * y).clamp(min=EPS ** 2).sqrt(), y)",
+     "write acos as atan2 of both sides, the other one at least EPS"),
     ("acos|asin|atanh|erfinv(y)", "CALL_ON(y.clamp(WIDE - 1, 1 - WIDE))",
      "clamp the argument of {} to a magnitude of 1 - WIDE"),
     ("acosh(y)", "CALL_ON(y.clamp(min=1 + WIDE))",
@@ -380,14 +346,10 @@ GUARDS = _rules(
      "clamp the argument of {} to N"),
     ("sinh|cosh(y)", "CALL_ON(y.clamp(-N, N))",
      "clamp the argument of {} between -N and N"),
-    ("poisson_nll_loss(y)", "CALL_ON(y.clamp(min=0))",
-     "clamp the rate to at least 0"),
     ("poisson_nll_loss(y)", "CALL_ON(y.clamp(max=N))",
      "clamp the rate's logarithm to N"),
     ("softmax|log_softmax(y)", "CALL_ON(y.clamp(min=LOW))",
      "clamp the scores to at least LOW"),
-    ("norm|normalize|cdist|cosine_similarity|pairwise_distance|dist|atan2(y)",
-     "CALL_ON(y + EPS)", _TO_INPUT),
     ("logdet|slogdet|det|inverse|cholesky(y)",
      f"CALL_ON(y + JITTER * torch.eye(y.shape[-1], {_LIKE}))",
      "add JITTER to the diagonal"),
@@ -396,9 +358,6 @@ GUARDS = _rules(
      "add numbers from 0 to 1e-3 to the diagonal, which no two values share"),
     ("to(y)", "CALL_ON(y.clamp(-N, N))",
      "clamp to what the dtype holds before the cast", _narrows),
-    ("x * y", "x.clamp(min=LOW) * y", _FACTOR, None, True),
-    ("y * x", "y * x.clamp(min=LOW)", _FACTOR, None, True),
-    ("add|sub|mul|sum|matmul(*)", "torch.nan_to_num(CALL())", _OF_INFS, None, True),
     ("mean|mse_loss|l1_loss|smooth_l1_loss|huber_loss|median|kl_div|"
      "binary_cross_entropy_with_logits|binary_cross_entropy(*)",
      "torch.nan_to_num(CALL())", _NONE, _is_of_nothing),
@@ -411,23 +370,14 @@ UPDATES = _rules(
     ("rsqrt(y)", "(y.sqrt() + EPS).reciprocal()",
      "add EPS to the root, not inside the rsqrt"))
 # Of what made the infs that a call was given, in its place.
-MASKS = _rules(
-    ("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low),
-    ("masked_fill(softmax(x, d), y, n)", "CALL(0)",
-     "mask with 0, which is behind the softmax", _has_low))
+MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
-# Of a difference of squares before a call, in which rounding has left a negative one.
-_OF_SQUARES = "use var, which subtracts the mean before it squares"
-CANCELLED = _rules(
-    ("mean(x ** 2, d) - mean(x, d) ** 2", "x.var(d, correction=0)", _OF_SQUARES),
-    ("mean(x ** 2, None) - mean(x, None) ** 2", "x.var(correction=0)", _OF_SQUARES),
-    ("mean(square(x), d) - square(mean(x, d))", "x.var(d, correction=0)", _OF_SQUARES))
 # Of what a layer returns as it is, to what needs a number above 0.
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
-    ("*", "F.softplus(CALL())", _LINK, None, False, True, True))
+    ("*", "F.softplus(CALL())", _LINK, None, True, True))
 # Of what made a value that became 0, or 1.
 LOST = _rules(
     ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"),
@@ -439,13 +389,11 @@ READERS = _rules(
 # fmt: on
 RULES = (
     *EXACT,
-    *IN_LOGARITHMS,
     *SELECTS,
     *GUARDS,
     *UPDATES,
     *MASKS,
     *ROUNDED,
-    *CANCELLED,
     *LINKS,
     *LOST,
     *READERS,
