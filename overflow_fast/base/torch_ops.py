@@ -54,14 +54,13 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # same             returns the values that it was given, each where it was
 # softmax          weighs scores, all of which may be masked
 # tells            tells of a tensor, and makes none: most of all calls
-# unit             draws numbers from 0, which is among them, to 1
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
     "adds", "at_least_0", "bilinear", "casts", "commutes", "constant", "cuts",
     "deviation", "difference", "divides", "each", "empty", "grows", "kink",
     "leaves_out_nan", "linear", "measure", "moves", "nan_of_overflow", "normalizes",
     "of_labels", "overwrites", "pivots", "product", "promotes", "random",
-    "reinterprets", "root", "same", "softmax", "tells", "unit", "whole",
+    "reinterprets", "root", "same", "softmax", "tells", "whole",
 ]  # fmt: skip
 
 
@@ -238,9 +237,8 @@ _TABLE = (
      _op("reinterprets")),
     # What makes tensors, or writes to all of one.
     ("copy", _op("grows overwrites")),
-    ("rand rand_like", _op("at_least_0 unit")),
-    ("uniform", _op("overwrites unit")),
-    ("fill zero set normal exponential log_normal cauchy geometric",
+    ("rand rand_like", _op("at_least_0")),
+    ("fill zero set uniform normal exponential log_normal cauchy geometric",
      _op("overwrites")),
     ("bernoulli random _philox_normal _philox_uniform", _op("overwrites")),
     ("_fill_mem_eff_dropout_mask", _op("overwrites")),

@@ -48,18 +48,10 @@ BODIES = {
         scores /= self.d ** 0.5
         return F.dropout(scores.softmax(dim=-1), 0.0).bmm(v)
     """,
-    "methods": """
-        a = torch.einsum("bid,bjd->bij", q, k).mul_(self.scale)
-        return torch.einsum("bij,bjd->bid", a.softmax(-1), v)
-    """,
     "an argument": """
         w = q.bmm(k.mT).contiguous()
         a = F.softmax(w * self.scale + 0.5, dim=-1)
         return a.bmm(v)
-    """,
-    "a term": """
-        w = torch.baddbmm(torch.ones(1).half(), q, k.mT).div(4)
-        return w.softmax(-1) @ v
     """,
 }
 

@@ -687,17 +687,6 @@ def test_what_no_line_leaves_out_is_told_in_words():
     assert words and words[0].is_finite and words[0].code == ""
 
 
-def test_a_zero_that_was_drawn_is_said_to_be(as_kept):
-    model = Holder()
-
-    def noisy(x):
-        torch.manual_seed(0)
-        noise = torch.rand_like(x.bfloat16())
-        return (x * model.w * -noise.log()).mean()
-
-    as_kept(explain(model, torch.ones(400, 2), noisy).evidence[1])
-
-
 @pytest.mark.slow
 def test_an_underflow_over_many_operations_is_seen_in_the_whole_step(monkeypatch):
     monkeypatch.setattr("overflow_fast.explainer.tape._MOST_CALLS", 96)

@@ -342,6 +342,7 @@ ATTENTION = "F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask
 # Programs in which a search tries rules that those above do not ask for.
 TRIED = [
     ("x.exp().log()", -LARGE),
+    ("(e := x.exp()) * 2 / e.sum()", LARGE),
     ("torch.log10(x.sigmoid())", -LARGE),
     ("(x + 1) / x", SOME),
     ("(x + 1) / x.abs()", SOME),

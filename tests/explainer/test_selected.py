@@ -86,12 +86,10 @@ def test_of_one_argument(name, tmp_path):
 @pytest.mark.parametrize("pattern", LINES)
 def test_the_loss_is_the_same_to_the_bit_and_the_gradient_finite(pattern, tmp_path):
     line, value = LINES[pattern]
-    found, first, plain, changed, net = tried_on(line, value, tmp_path)
+    _, first, plain, changed, net = tried_on(line, value, tmp_path)
     assert "leave values out before the call" in first.text
     assert plain.isfinite() and torch.equal(plain, changed)
     assert all(each.grad.isfinite().all() for each in net.parameters())
-    if value != value:
-        assert found.evidence[0].count("they are probably meant") == 1
 
 
 @pytest.mark.tries_remedies
@@ -108,7 +106,6 @@ def test_what_the_loss_reads_is_not_left_out():
     found = explain(net, batch(NAN), lambda b: (net(b[0]) - b[1]).square().mean())
     assert found.cause == "bad data"
     assert not any("leave values out" in each.text for each in found.remedies)
-    assert "probably meant" not in str(found)
 
 
 @pytest.mark.tries_remedies

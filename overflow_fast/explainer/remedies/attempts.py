@@ -50,7 +50,6 @@ from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
 from .weight_trials import repair_trials, smaller_trials
 from .wider_trials import wider_trials
-from .written import short_text
 
 # Finds the failure that is left once a remedy is in place.
 
@@ -113,7 +112,6 @@ def find_remedies(
     # What the step leaves out may be as bad in float64.
     if trials.truth is not None and not failure.stays_within:
         note_rounding(failure, trials.truth.loss)
-    _note_drawn(failure)
     if failure.beyond_pole and not found.reason:
         found.reason = _BEYOND.format(failure.beyond_pole)
     _try_all(failure, trials)
@@ -158,17 +156,6 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
             found.cause, found.reason = ROUNDING.name, "it is given 0, none in float64"
     elif found.cause == CONSTANT.name:  # a condition that float64 does not meet
         found.reason = f"{found.reason}, and {_WHOLE.format(true_loss)}"
-
-
-def _note_drawn(failure: Failure) -> None:
-    """Adds that a 0 was drawn, which uniform numbers include: often in bfloat16."""
-    op = failure.found.op
-    is_zero = op is not None and 0.0 in op.operands
-    made = [value.call for call in failure.failing_calls for value in call.inputs]
-    drawn = [call for call in made if call is not None and has(call.name, "unit")]
-    if is_zero and drawn and failure.found.cause == UNDEFINED.name:
-        text = f"`{short_text(drawn[0])}` drew that 0, which uniform numbers include"
-        failure.found.evidence.insert(1, text)
 
 
 def _rank(remedy: Remedy) -> tuple[Any, ...]:
@@ -221,11 +208,6 @@ def _measure_elsewhere(failure: Failure, trials: Trials) -> None:
     trials.go_on(AppliedPatches())
     without = SomeSamples(place, tuple(i for i in range(size) if i != sample))
     plain = failure.others
-    if plain is None and moving:
-        if trials.allow(1) and trials.may_run():
-            plain = trials.run([without])
-        else:
-            trials.notes.append(NOT_MEASURED)
     for trial in without_sample(failure, trials, without):
         if plain is not None and trial.patch is without:
             trials.attempt(trial, plain)

@@ -63,8 +63,6 @@ class Failure:
         largest: The largest finite magnitude in results up to the operation.
         nearby: That in the few operations which made its argument.
         losses: The losses of the step up to the call, where all are finite.
-        met: The forward operation whose derivative was the first to be non-finite,
-            where a tensor of the batch was so before.
         usual_loss: The median loss of the steps before, or None.
         usual_gradient: The median of the largest magnitudes in the gradients of the
             steps before; 0 if none is known.
@@ -95,7 +93,6 @@ class Failure:
     stays_within: bool = False
     within: str | None = None
     losses: Sequence[float] = ()
-    met: OpCall | None = None
 
     @property
     def failing_calls(self) -> list[TorchCall]:
@@ -124,13 +121,10 @@ class Failure:
         if not isinstance(root_op.source, OpCall):
             is_of_batch = root_op.source.kind == "batch"
             bad = root_op.source.tensor if is_of_batch else None
-            derivatives = (op for op in table.ops if op.in_backward and op.kinds)
-            first = next(derivatives, None) if is_of_batch else None
             return cls(
                 *(found, None, place, bad),
                 is_compiled=table.is_compiled,
                 calls=table.torch_calls,
-                met=None if first is None else first.forward,
             )
         op, made = root_op.source.named, mask_of(root_op.source)
         ran = [each.module for each in table.ops[op.index :] if each.module]

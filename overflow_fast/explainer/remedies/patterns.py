@@ -159,8 +159,6 @@ def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
 def _shape(node: ast.AST) -> tuple[str, list[ast.expr]]:
     if isinstance(node, ast.BinOp):
         return _OPERATORS[type(node.op)], [node.left, node.right]
-    if isinstance(node, ast.UnaryOp):
-        return "neg", [node.operand]
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return node.func.id, node.args
 
@@ -241,13 +239,10 @@ def _log_of(leaf: Input, depth: int) -> tuple[Found, bool]:
     plain = Found("log(y)", {"y": leaf})
     if made is None or depth == 0 or made.is_in_place or not made.args:
         return plain, False
-    if has(made.name, "moves") and isinstance(made.args[0], Value):
+    is_moved = has(made.name, "moves") and made.name != "broadcast_tensors"
+    if is_moved and isinstance(made.args[0], Value):
         inner, is_known = _log_of(Input(made, 0), depth - 1)
         moved = _moved(made, value.place, inner)
-        return (moved, True) if is_known else (plain, False)
-    if made.name == "broadcast_tensors":
-        inner, is_known = _log_of(Input(made, value.place), depth - 1)
-        moved = _moved(made, -1, inner)
         return (moved, True) if is_known else (plain, False)
     for pattern, (new, text) in LOGS.items():
         found = Found(new, text=text)
@@ -264,7 +259,7 @@ def _moved(call: TorchCall, place: int, inner: Found) -> Found:
     """An expression whose values a call moves."""
     calls, text = [call, *inner.calls], inner.text
     moved = Found("", {"y": inner}, calls, call, text=text)
-    if len(call.results) > 1 and place >= 0:
+    if len(call.results) > 1:
         return Found(f"y[{place}]", {"y": moved}, calls, text=text)
     return moved
 
@@ -335,8 +330,6 @@ def _tensor_of(of: Any) -> Any:
 
 
 def _move(move: TorchCall, of: Any) -> Any:
-    if move.name == "broadcast_tensors":
-        return of.expand(move.results[0].shape)
     args, kwargs = pytree.tree_map(_tensor_of, (move.args[1:], move.kwargs))
     return move.func(of, *args, **kwargs)
 

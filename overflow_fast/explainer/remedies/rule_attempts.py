@@ -65,14 +65,11 @@ def exact_trials(failure: Failure, trials: Trials) -> Attempts:
                         yield from _with_twins(trial, rule, root, failure)
 
 
-_MEANT = ", which leaves them out afterwards: they are probably meant"
-
-
 def select_trials(failure: Failure, trials: Trials) -> Attempts:
     """Leaves out before it is computed what the forward leaves out afterwards."""
-    found, calls = failure.found, failure.failing_calls
+    calls = failure.failing_calls
     # The loss tells nothing of what runs behind backward.
-    if not failure.losses or trials.found_remedy or found.is_behind_backward:
+    if not failure.losses or trials.found_remedy or failure.found.is_behind_backward:
         return
     if failure.bad is not None:
         calls = [
@@ -82,15 +79,8 @@ def select_trials(failure: Failure, trials: Trials) -> Attempts:
             and any(value.tensor is failure.bad for value in call.inputs)
         ]
     for trial in _on(SELECTS, calls, failure, trials):
-        if not (yield replace(trial, keeps_loss=True)):
-            continue
-        if failure.bad is not None and found.evidence:
-            held, *more = found.evidence[0].split("; ")
-            found.evidence[0] = "; ".join([f"{held}{_MEANT}", *more])
-        if failure.bad is not None and failure.met is not None:
-            met = failure.met.text
-            found.evidence.append(f"the derivative of {met} is the first to be bad")
-        return
+        if (yield replace(trial, keeps_loss=True)):
+            return
 
 
 def link_trials(failure: Failure, trials: Trials) -> Attempts:
