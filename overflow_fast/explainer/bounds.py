@@ -74,10 +74,6 @@ BUFFER = Bound(1e3, 1.0)
 # steps.
 LOSS = Bound(1e5, 1.0)
 GRADIENT = Bound(1e5)
-# What follows a number that a remedy has put in place of an inf, by all before it: too
-# low rejects a remedy that is sound, too high recommends one whose results are made by
-# that number alone. The divisor that a rule chooses by others' size makes 1e4.
-POLE = Bound(1e4)
 
 
 # Two ways to round seldom differ by more: small networks in float16 are 0.05 % off from

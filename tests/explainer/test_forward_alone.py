@@ -194,24 +194,8 @@ def test_an_infinite_result_is_not_cured_by_the_number_that_it_is_divided_by():
     model = Rescaled(layer=nn.Linear(4, 4))
     with torch.no_grad():
         found = explain(model, (torch.ones(3, 4), now, now))
-    guessed = [each for each in found.remedies if "divide by" in each.text]
-    assert guessed and all("output is up to" in each.breaks for each in guessed)
     assert not any(each.is_recommended for each in found.remedies)
     assert found.notes[-1].startswith("The result is infinite in exact arithmetic")
-
-
-class Weighted(Assembled):
-    def forward(self, x):
-        return self.layer(x) * torch.rsqrt(x.square().mean(-1, keepdim=True))
-
-
-def test_a_number_in_an_infinite_results_place_helps_where_a_factor_is_0():
-    x = torch.full((3, 4), 0.1)
-    x[1] = 0
-    with torch.no_grad():
-        found = explain(Weighted(layer=nn.Linear(4, 4, bias=False)), x)
-    assert found.remedies[0].text == "add 1e-8 inside the rsqrt"
-    assert found.remedies[0].is_recommended
 
 
 class Rms(nn.Module):

@@ -741,29 +741,6 @@ def test_an_operation_without_a_result_has_none_in_float64():
     assert found.evidence == ["of ranks"]
 
 
-ROOTS = {
-    "sqrt": (torch.sqrt, "add 1e-8 inside the sqrt"),
-    "pow": (lambda y: torch.pow(y, 0.5), "add 1e-8 to the base of the power"),
-    "operator": (lambda y: y**0.5, "add 1e-8 to the base of the power"),
-    "moved": (lambda y: y.sqrt()[:, None].squeeze(1), "add 1e-8 inside the sqrt"),
-}
-
-
-@pytest.mark.parametrize("name", ROOTS)
-def test_a_root_of_0_that_is_divided_by_is_mended_inside(name):
-    """What the quotient divides by in place of the 0 leaves the root's derivative."""
-    root, text = ROOTS[name]
-    model, x = Holder(), torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
-
-    def sine(x):
-        a, b = (x * model.w).unbind(1)
-        length = root(a**2 + b**2)
-        return (a.abs() / length).mean()
-
-    found = explain(model, x, sine)
-    assert found.remedies[0].text == text and found.remedies[0].is_recommended
-
-
 @pytest.mark.parametrize("num", [3, 12])
 def test_the_forward_of_several_in_a_step_is_named(num, as_kept):
     model = nn.Linear(2, 1)

@@ -322,7 +322,6 @@ OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
     LOST[0]: ("x.exp().log()", -LARGE),
-    LOST[1]: ("torch.xlogy(2.0, 1 - x.sigmoid())", LARGE),
 }
 
 
@@ -365,8 +364,7 @@ def programs_of(rule):
     yield from [program_of(rule)] if rule in GUARDS else []
     yield from [OF_OTHERS[rule]] if rule in OF_OTHERS else []
     cold = COLD.get(rule.pattern, "")
-    for zero in ["0", "torch.tensor(0.0)"] if cold else []:
-        yield cold.format(zero), torch.tensor([[1.0, 2.0, 4.0]])
+    yield from [(cold.format(0), torch.tensor([[1.0, 2.0, 4.0]]))] if cold else []
 
 
 @pytest.mark.slow
@@ -407,10 +405,9 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
 
 @every_case
 @pytest.mark.parametrize("name", COLD)
-@pytest.mark.parametrize("zero", ["0", "torch.tensor(0.0)"])
-def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, zero, tmp_path):
+def test_scores_over_a_temperature_of_zero_are_near_their_limit(name, tmp_path):
     rules, x = [e for e in EXACT if e.pattern == name], torch.tensor([[1.0, 2.0, 4.0]])
-    code = COLD[name].format(zero)
+    code = COLD[name].format(0)
     found = [each for rule in rules for each in tried(rule, code, x, tmp_path)]
     ((plain, changed, written, _),) = found
     assert not is_finite(plain) and is_finite(changed)

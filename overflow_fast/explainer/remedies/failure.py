@@ -33,7 +33,7 @@ from ..trace_back import RootOp
 from .true_step import InFloat64, in_float64
 
 
-def largest_in(ops: Iterable[OpCall]) -> float:
+def _largest_in(ops: Iterable[OpCall]) -> float:
     """The largest finite magnitude in the results of operations; 0 for none."""
     sizes = (op.abs_max or 0.0 for op in ops)
     return max(filter(math.isfinite, sizes), default=0.0)
@@ -60,8 +60,8 @@ class Failure:
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
         in_float64: The step in float64; None where that is not the same step.
-        largest: The largest finite magnitude in results up to the operation.
-        nearby: That in the few operations which made its argument.
+        nearby: The largest finite magnitude in the few operations which made its
+            argument.
         losses: The losses of the step up to the call, where all are finite.
         usual_loss: The median loss of the steps before, or None.
         usual_gradient: The median of the largest magnitudes in the gradients of the
@@ -86,7 +86,6 @@ class Failure:
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None
-    largest: float = 0.0
     nearby: float = 0.0
     usual_loss: float | None = None
     usual_gradient: float = 0.0
@@ -137,8 +136,7 @@ class Failure:
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table),
-            largest=largest_in(table.ops[: op.index]),
-            nearby=largest_in(e for made in op.read_from for e in made.read_from),
+            nearby=_largest_in(e for made in op.read_from for e in made.read_from),
         )
 
     @property

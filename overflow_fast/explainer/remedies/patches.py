@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -194,41 +194,28 @@ class OtherCall(Patch):
         return [self.call.with_own_batch()]
 
 
+def _with_changed(
+    calls: Sequence[Call], place: int, change: Callable[[Call], Call]
+) -> list[Call]:
+    return [change(call) if i == place else call for i, call in enumerate(calls)]
+
+
 @dataclass(frozen=True)
-class ChangedCall(Patch):
-    """One call of the step has another batch.
+class SomeSamples(Patch):
+    """One call's batch has some of its samples alone.
 
     Attributes:
         place: The call's place.
-    """
-
-    place: int
-
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        changed = list(calls)
-        changed[self.place] = self.changed(changed[self.place])
-        return changed
-
-    def changed(self, call: Call) -> Call:
-        """The call with another batch."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class SomeSamples(ChangedCall):
-    """A call's batch has some of its samples alone.
-
-    Attributes:
         rows: The samples that it has.
     """
 
     is_same_step = False
+    place: int
     rows: tuple[int, ...]
 
-    def changed(self, call: Call) -> Call:
-        """See `ChangedCall`."""
-        return part_of(call, self.rows)
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return _with_changed(calls, self.place, lambda call: part_of(call, self.rows))
 
 
 @dataclass(frozen=True)
@@ -261,47 +248,35 @@ def finite_rows(tensor: torch.Tensor) -> list[int]:
 
 
 @dataclass(frozen=True)
-class WithoutNumber(ChangedCall):
-    """A call's batch has 0 in place of a number.
+class ChangedTensor(Patch):
+    """One tensor of one call's batch has other numbers.
 
     Attributes:
-        number: The number.
-    """
-
-    is_same_step = False
-    number: float
-
-    def changed(self, call: Call) -> Call:
-        """See `ChangedCall`."""
-
-        def replaced(tensor: torch.Tensor) -> torch.Tensor:
-            is_it = tensor == self.number
-            is_there = tensor.is_floating_point() and bool(is_it.any())
-            return tensor.masked_fill(is_it, 0) if is_there else tensor
-
-        return call.with_batch(replaced)
-
-
-@dataclass(frozen=True)
-class ClampedBatch(ChangedCall):
-    """A call's batch has other numbers in place of those beyond bounds in one tensor.
-
-    Attributes:
-        name: The tensor.
-        low: The least number.
+        place: The call's place.
+        name: The tensor's name.
+        low: The least number, in place of those below.
         high: The largest one; None for any.
+        without: A number that becomes 0 instead; None to clamp.
     """
 
     is_same_step = False
+    place: int
     name: str
-    low: float
+    low: float | None = None
     high: float | None = None
+    without: float | None = None
 
-    def changed(self, call: Call) -> Call:
-        """See `ChangedCall`."""
-        large = dict(call.leaves())[self.name]
-        clamped = large.clamp(self.low, self.high)
-        return call.with_batch(lambda each: clamped if each is large else each)
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return _with_changed(calls, self.place, self._changed)
+
+    def _changed(self, call: Call) -> Call:
+        own = dict(call.leaves())[self.name]
+        if self.without is None:
+            new = own.clamp(self.low, self.high)
+        else:
+            new = own.masked_fill(own == self.without, 0)
+        return call.with_batch(lambda each: new if each is own else each)
 
 
 @dataclass(frozen=True)

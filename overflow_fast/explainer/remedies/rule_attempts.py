@@ -143,7 +143,7 @@ def given_trials(failure: Failure, trials: Trials) -> Attempts:
     for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
         value = _before_package(failed.inputs[-1]) if failed.inputs else None
         if value is not None and value.call is not None:
-            for trial in _on(LOST[:1], [value.call], failure, trials):
+            for trial in _on(LOST, [value.call], failure, trials):
                 if trial.edits:
                     yield trial
         elif value is not None and value.tensor is not None:
@@ -160,7 +160,7 @@ def _before_package(value: Value) -> Value | None:
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
-    """Guarded forms of the call that failed, and first of a root that it divides by.
+    """Guarded forms of the call that failed.
 
     Of an overflow those of the call that made the large numbers, too.
     """
@@ -171,10 +171,8 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     largest = _largest_divisor(op)
     helped = set[str]()
     own = failure.failing_calls
-    is_by_zero = op is not None and op.operands[-1:] == [0.0]
-    roots = [root for call in own if is_by_zero for root in _roots_below(call)]
     made = failure.leap.torch_call if failure.leap is not None else None
-    for failed in (*roots, *own, *filter(None, [made])):
+    for failed in (*own, *filter(None, [made])):
         if failed.key in trials.applied.keys:
             continue
         for rule in GUARDS:
@@ -196,23 +194,6 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()
                     break
-
-
-def _roots_below(call: TorchCall) -> Iterator[TorchCall]:
-    """The root that made the divisor of a call, which has no derivative where it is 0.
-
-    What is put in place of the 0 behind it leaves that as it is.
-    """
-    is_quotient = has(call.plain_name, "divides") or call.plain_name == "reciprocal"
-    by = call.operands[-1] if is_quotient else None
-    while isinstance(by, Value) and by.call is not None and by.requires_grad:
-        made = by.call
-        power = made.operands[1] if made.plain_name == "pow" else None
-        is_fraction = isinstance(power, float) and 0 < power < 1
-        if made.plain_name == "sqrt" or is_fraction:
-            yield made
-        is_moved = has(made.name, "moves") or has(made.name, "same")
-        by = next(iter(made.inputs), None) if is_moved else None
 
 
 def _moved(trials: Trials) -> bool:
@@ -284,12 +265,9 @@ def earlier_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> A
 
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A bound of what became 0 or 1 in its dtype."""
-    (above, below), found = LOST, failure.found
-    if failure.lost is not None and found.cause == UNDERFLOW.name:
-        yield from _on([above], [failure.lost.torch_call], failure, trials)
-    if failure.lost is not None and found.lost_by and found.lost_by.value == 1:
-        yield from _on([below], [failure.lost.torch_call], failure, trials)
+    """A bound of what became 0 in its dtype."""
+    if failure.lost is not None and failure.found.cause == UNDERFLOW.name:
+        yield from _on(LOST, [failure.lost.torch_call], failure, trials)
 
 
 def _on(

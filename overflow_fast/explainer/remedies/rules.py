@@ -164,18 +164,9 @@ def _is_by_own_least(call: TorchCall) -> bool:
     return made is not None and made.name in ("min", "amin") and of in made.inputs
 
 
-def _is_by_number(call: TorchCall) -> bool:
-    return not isinstance(call.operands[1], Value)
-
-
 def _is_cold(call: TorchCall) -> bool:
     made = call.inputs[0].call
     return made is not None and made.operands[1] == 0
-
-
-def _is_cold_by_tensor(call: TorchCall) -> bool:
-    made = call.inputs[0].call
-    return made is not None and isinstance(made.operands[1], Value)
 
 
 def _is_by_count(call: TorchCall) -> bool:
@@ -198,7 +189,7 @@ def _max_of(dtype: torch.dtype) -> float:
 
 def _may_be_no_power(call: TorchCall) -> bool:
     power = call.operands[1]
-    return not _is_by_number(call) or bool(power < 1 or power != int(power))
+    return isinstance(power, Value) or bool(power < 1 or power != int(power))
 
 
 def _has_weights(call: TorchCall) -> bool:
@@ -253,8 +244,6 @@ EXACT = _rules(
      _FIRST),
     ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / max(n, N))", _COLD,
      _is_cold, True, True),
-    ("softmax|log_softmax|cross_entropy(y / n, z)", "CALL_ON(y / n.clamp(min=N))",
-     _COLD, _is_cold_by_tensor, True, True),
     ("(a @ b) * n", "(a * n) @ b", _BEFORE),
     ("(a @ b) / n", "(a / n) @ b", _BEFORE),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
@@ -378,10 +367,9 @@ ROUNDED = _rules(
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
     ("*", "F.softplus(CALL())", _LINK, None, True, True))
-# Of what made a value that became 0, or 1.
+# Of what made a value that became 0.
 LOST = _rules(
-    ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"),
-    ("*", "CALL().clamp(max=1 - WIDE)", "clamp the result of CALL to at most 1 - WIDE"))
+    ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"))
 # Of what else reads an argument that is bounded where it is assigned.
 READERS = _rules(
     ("*", "CALL_ON(y.clamp(max=N))", "clamp it to N"),

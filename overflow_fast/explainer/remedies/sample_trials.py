@@ -19,10 +19,9 @@ from ..sentinel import outlier_in
 from ..tensor_kinds import is_float
 from .failure import Failure
 from .patches import (
-    ClampedBatch,
+    ChangedTensor,
     FiniteSamples,
     SomeSamples,
-    WithoutNumber,
     finite_rows,
 )
 from .rules import named_numbers, with_numbers
@@ -64,7 +63,8 @@ def _least_for_inf(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
         return
     name, low = failure.found.tensor, float(f"{float(finite.min()):.4g}")
     words = f"replace -inf in `{name}` by {low:g}, its least finite number"
-    given, patch = f"{name}.isneginf(), {low:g}", ClampedBatch(failure.place, name, low)
+    patch = ChangedTensor(failure.place, name, low)
+    given = f"{name}.isneginf(), {low:g}"
     yield _changing(words, name, "masked_fill", given, patch)
 
 
@@ -88,7 +88,7 @@ def without_sample(
         code = _dropping_code(call, mask)
         usual = outlier.usual
         words = f"clamp `{name}` to {usual:g} in magnitude"
-        patch = ClampedBatch(failure.place, name, -usual, usual)
+        patch = ChangedTensor(failure.place, name, -usual, usual)
         yield _changing(words, name, "clamp", f"-{usual:g}, {usual:g}", patch)
     yield Trial(Remedy(text, code, is_of_data=True), without)
 
@@ -143,7 +143,7 @@ def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Att
         return
     name, low = names[0], with_numbers("EPS", named_numbers(tensor.dtype))
     words = f"clamp `{name}` to at least {low}"
-    patch = ClampedBatch(failure.place, name, float(low))
+    patch = ChangedTensor(failure.place, name, float(low))
     yield _changing(words, name, "clamp", f"min={low}", patch)
 
 
@@ -156,5 +156,5 @@ def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
         return
     name, number = sentinel.name, sentinel.number
     words, given = f"replace {number:.6g} in `{name}` by 0", f"{name} == {number!r}, 0"
-    patch = WithoutNumber(failure.place, number)
+    patch = ChangedTensor(failure.place, name, without=number)
     yield _changing(words, name, "masked_fill", given, patch)

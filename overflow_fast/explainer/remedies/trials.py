@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,7 +14,7 @@ from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
-from ..bounds import BUFFER, GRADIENT, LOSS, POLE
+from ..bounds import BUFFER, GRADIENT, LOSS
 from ..budget import Budget
 from ..calls import Call, name_outside
 from ..named_tensors import state_by_name
@@ -32,12 +32,10 @@ from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
 from .failure import Failure
+from .nearness import Nearness
 from .patches import Eagerly, FromLoss
 from .source import Edit, NotWrittenError
 from .true_step import Truth, mean_of
-
-if TYPE_CHECKING:
-    from .nearness import Nearness
 
 
 @dataclass(frozen=True)
@@ -163,8 +161,8 @@ def in_wider(patch: Patch) -> list[InWider]:
 
 
 _AT_POLE = (
-    "The result is infinite in exact arithmetic, and a number in its place decides all "
-    "that follows: mend what it was given."
+    "The result is infinite in exact arithmetic, where no loss tells whether a number "
+    "may stand in its place: none was tried."
 )
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
@@ -230,11 +228,7 @@ class Trials:
         self._has_loss = all(call.returns_loss for call in [*bad, *further])
         # The output is all there is, unless it holds a loss.
         self._is_alone = not any(call.has_backward for call in replayer.calls)
-        self._nearness: Nearness | None = None
-        if self._is_alone:
-            from .nearness import Nearness  # of no training's step
-
-            self._nearness = Nearness(replayer)
+        self._nearness = Nearness(replayer) if self._is_alone else None
 
     @property
     def calls(self) -> list[Call]:
@@ -310,6 +304,9 @@ class Trials:
         same = [e for e in tried if (e.code, e.file) == (remedy.code, remedy.file)]
         if remedy.code and same:  # the same, in another order
             return False
+        if self._is_guess(applied):
+            self.notes += [_AT_POLE] * (_AT_POLE not in self.notes)
+            return False
         stays = self._failure.stays_within
         place = self._failure.place if stays else -1
         # Of a run that was made before, and of another batch, no distance is known.
@@ -359,11 +356,6 @@ class Trials:
         remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
-        if is_finite and self._is_guess(applied):
-            leap = self._leap(outputs.tensors)
-            remedy = replace(remedy, breaks=remedy.breaks or leap)
-            self.is_settled |= bool(leap)  # smaller numbers make larger ones
-            self.notes += [_AT_POLE] * (bool(leap) and _AT_POLE not in self.notes)
         is_known = result.has_backward or remedy.true_loss is not None
         if is_finite and nearness is not None and not is_known:
             near = nearness.judged(outputs, patches, self._others)
@@ -429,14 +421,6 @@ class Trials:
         is_exact = all(each.is_exact for each in applied.trials)
         is_of_calls = bool(applied.keys) and not is_exact
         return self._is_alone and self._failure.is_at_pole and is_last and is_of_calls
-
-    def _leap(self, outputs: Sequence[torch.Tensor]) -> str:
-        """Describes the size of outputs that such a number has made, or ""."""
-        largest = max((float(e.abs().max()) for e in outputs if e.numel()), default=0.0)
-        usual = self._failure.largest
-        if not POLE.is_passed(largest, usual):
-            return ""
-        return f"the output is up to {largest:.3g}, after at most {usual:.3g} before"
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
         """Replays the step in float64, with exact forms in place.

@@ -126,9 +126,8 @@ class Remedy:
             explains.
         breaks: What is wrong though the step is finite, in words: the loss, or a
             gradient, is 1e5 times the median of the last ones and not known to be
-            right, the last clean batch is not finite with it, or a forward's output has
-            another size where the call is infinite in exact arithmetic. Then it is no
-            remedy. "" for nothing.
+            right, or the last clean batch is not finite with it. Then it is no remedy.
+            "" for nothing.
         leaves: What may make the next steps fail, in words: a buffer that is a thousand
             times as large after the step with it, as the statistics of a batch norm, or
             a call that divides by a number near 0; or "".
