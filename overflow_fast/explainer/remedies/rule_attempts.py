@@ -95,14 +95,10 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     way = _raw_way(failed.inputs[0])
     if way is None:
         return
-    (rule,) = LINKS
-    for value in way or failed.inputs[:1]:
-        root = value.call
-        if root is None or len(root.results) > 1 or root.key in trials.applied.keys:
-            continue
-        for trial, _ in trials_of(rule, root, failure.calls):
-            if trial.edits and not trials.is_settled:
-                yield trial
+    made = filter(None, [value.call for value in way or failed.inputs[:1]])
+    for trial in _on(LINKS, [e for e in made if len(e.results) == 1], failure, trials):
+        if trial.edits and not trials.is_settled:
+            yield trial
 
 
 def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
@@ -330,7 +326,7 @@ def _trial_of(
         edits = rule_edits(root, calls, change.found)
         return Trial(remedy_of(text, edits), patch, edits, *how)
     except NOT_WRITTEN as error:
-        told = _in_words(text, root, found, str(error))
+        told = _in_words(text, root, str(error))
         return Trial(remedy_in_words(told, root), patch, (), *how)
 
 
@@ -338,8 +334,8 @@ def _named(call: TorchCall) -> str:
     return f"`{short_text(call)}`"
 
 
-def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
-    """A remedy for which there is no line: of what is computed, and instead of what."""
+def _in_words(text: str, root: TorchCall, why: str) -> str:
+    """A remedy for which there is no line: what is computed, in place of what."""
     place = inner_place(root)
     is_torchs = not is_of_user(root.sites[0].file)
     has_key = re.match(r"pass (\w+)=(\S+)", text)
@@ -347,15 +343,6 @@ def _in_words(text: str, root: TorchCall, found: Found, why: str) -> str:
         text = f"change {has_key[1]} to {has_key[2]}"
     whole = text if _named(root) in text else f"{text} in {_named(root)}"
     whole += f" ({place}{INSTALLED}" * is_torchs
-    elsewhere = [
-        f"`{short_text(leaf.call, leaf.place)}` ({leaf.call.sites[0].text})"
-        for leaf in found.inputs()
-        if isinstance(leaf.value, Value)
-        and leaf.call.sites[0].code is not root.sites[0].code
-    ]
-    if elsewhere and not place:
-        of = " and ".join(dict.fromkeys(elsewhere))
-        return f"{text} of {of} in {_named(root)}"
     return whole if place else f"{whole}, which is not written out: {why}"
 
 

@@ -35,11 +35,9 @@ _MOST_TEXT = 60  # characters; a longer call is cut short where it is only named
 _MOST_TURNS = 64  # of a loop, whose texts are compared
 
 
-def short_text(call: TorchCall, place: int | None = None) -> str:
-    """How a call or one of its operands is written, or else its name."""
+def short_text(call: TorchCall) -> str:
+    """How a call is written, or else its name."""
     node = node_at(call.sites[0])
-    with contextlib.suppress(NotWrittenError):
-        node = node if place is None else operand_of(call, place, node)
     text = call.name if node is None else unparsed(node)
     return text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 4]} ..."
 
