@@ -185,9 +185,7 @@ def _takes_name(name: str, leaf: Input, found: Found) -> bool:
         return False
     if name == "d" and isinstance(of, bool):
         return False
-    if name in ("x", "a", "b", "c", "m") and not is_tensor:
-        return False
-    if name == "m" and of.dtype is not torch.bool:
+    if name in ("x", "a", "b", "c") and not is_tensor:
         return False
     if name in found.names:
         known = found.names[name].value

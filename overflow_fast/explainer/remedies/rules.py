@@ -1,9 +1,9 @@
 """The remedies of torch calls, as a table: a pattern, and what is computed instead.
 
-Both are Python expressions. In a pattern, `x`, `a`, `b`, `c` and `m` stand for tensors
-(`m` for one of booleans), `n` for a number, `d` for dimensions, `k` for `keepdim`, and
-`y` and `z` for anything; `f` stands for any function that computes each element by
-itself. What is computed may call methods of these, torch's functions, and
+Both are Python expressions. In a pattern, `x`, `a`, `b` and `c` stand for tensors, `n`
+for a number, `d` for dimensions, `k` for `keepdim`, and `y` and `z` for anything; `f`
+stands for any function that computes each element by itself. What is computed may call
+methods of these, torch's functions, and
 
 - `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
 - `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
