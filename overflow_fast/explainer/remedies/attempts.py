@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,7 +43,6 @@ from .rule_attempts import (
     lost_trials,
     select_trials,
 )
-from .rules import MASKS, ROUNDED
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
 from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
 from .true_step import distance
@@ -343,8 +341,7 @@ _ATTEMPTS: tuple[
     (_overflows_half, wider_trials),
     (_is_full, wider_trials),
     (_is_lost, option_trials),
-    (_is_lost, functools.partial(earlier_trials, rules=MASKS)),
-    (_is_lost, functools.partial(earlier_trials, rules=ROUNDED)),
+    (_is_lost, earlier_trials),
     (_is_lost, link_trials),
     (_is_lost, given_trials),
     (_has_calls, guard_trials),

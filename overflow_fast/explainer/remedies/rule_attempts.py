@@ -28,6 +28,8 @@ from .rules import (
     GUARDS,
     LINKS,
     LOST,
+    MASKS,
+    ROUNDED,
     RULES,
     SELECTS,
     UPDATES,
@@ -254,10 +256,12 @@ def _are_alike(one: TorchCall, other: TorchCall) -> bool:
     return not sources[0].isdisjoint(sources[1])
 
 
-def earlier_trials(failure: Failure, trials: Trials, rules: Sequence[Rule]) -> Attempts:
+def earlier_trials(failure: Failure, trials: Trials) -> Attempts:
     """Other forms of the mask whose infs meet, and of calls up to the failing one."""
     masks = [] if failure.mask is None else [failure.mask.torch_call]
-    yield from _on(rules, [*masks, *_up_to(failure)], failure, trials)
+    before = [e for call in failure.failing_calls for e in (call, *calls_before(call))]
+    for rules in (MASKS, ROUNDED):
+        yield from _on(rules, [*masks, *before], failure, trials)
 
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -276,11 +280,6 @@ def _on(
         for rule in rules if call.key not in trials.applied.keys else ():
             for trial, _ in trials_of(rule, call, failure.calls):
                 yield trial
-
-
-def _up_to(failure: Failure) -> list[TorchCall]:
-    """The call that failed, and those before it, the nearest first."""
-    return [e for call in failure.failing_calls for e in (call, *calls_before(call))]
 
 
 def trials_of(
