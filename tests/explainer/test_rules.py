@@ -20,6 +20,7 @@ from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rules import (
     EXACT,
     GUARDS,
+    LINKS,
     LOGS,
     LOST,
     MASKS,
@@ -322,6 +323,7 @@ OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
     LOST[0]: ("x.exp().log()", -LARGE),
+    LINKS[1]: ("x.log()", -ONE),
 }
 
 
@@ -352,6 +354,10 @@ TRIED = [
     ("torch.linalg.eig(x)[1].abs().square()[0, 0]", torch.eye(2)),
     (ATTENTION.format("x[None, :, :1] > x.T[None, :1]"), HUGE),
     (ATTENTION.format("x[None, :, :1].expand(1, 3, 3) * 0"), HUGE),
+    *[
+        (f"torch.{name}(torch.nn.ELU()(x))", -LARGE)
+        for name in ("log", "log2", "log10", "sqrt", "rsqrt", "lgamma", "digamma")
+    ],
     ("torch.log(torch.nn.ELU()(x)[:, 0])", -ONE),
     ("F.poisson_nll_loss(torch.nn.ELU()(x), x * 0 + 1, log_input=False)", -ONE),
 ]

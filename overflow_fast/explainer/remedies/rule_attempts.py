@@ -97,8 +97,17 @@ def link_trials(failure: Failure, trials: Trials) -> Attempts:
     way = _raw_way(failed.inputs[0])
     if way is None:
         return
+    of_made, *of_calls = LINKS
     made = filter(None, [value.call for value in way or failed.inputs[:1]])
-    for trial in _on(LINKS, [e for e in made if len(e.results) == 1], failure, trials):
+    single = [call for call in made if len(call.results) == 1]
+    # Else another call would be given what is below 0 still.
+    is_alone = not any(
+        {*call.inputs} & {*failed.inputs} for call in failure.calls if call != failed
+    )
+    for trial in (
+        *_on([of_made], single, failure, trials),
+        *_on(of_calls, [failed] * is_alone, failure, trials),
+    ):
         if trial.edits and not trials.is_settled:
             yield trial
 

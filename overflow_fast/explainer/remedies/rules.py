@@ -366,7 +366,9 @@ ROUNDED = _rules(
 # Of what a layer returns as it is, to what needs a number above 0.
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
-    ("*", "F.softplus(CALL())", _LINK, None, True, True))
+    ("*", "F.softplus(CALL())", _LINK, None, True, True),
+    ("log|log2|log10|sqrt|rsqrt|lgamma|digamma|poisson_nll_loss(y)",
+     "CALL_ON(F.softplus(y))", _LINK, None, True, True))
 # Of what made a value that became 0.
 LOST = _rules(
     ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"))
