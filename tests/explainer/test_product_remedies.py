@@ -5,6 +5,7 @@ import textwrap
 import pytest
 import torch
 from remedied_files import edited, explained, module_of, recommended
+from torch import nn
 
 from overflow_fast import explain
 from overflow_fast.explainer.replayer import Replayer
@@ -181,6 +182,30 @@ def loss_of(x, w):
         if each.code and each.file:
             fresh, _ = module_of(tmp_path, edited(path, each))
             assert fresh.loss_of(x, torch.ones(2)).isfinite(), each
+
+
+def test_a_sum_beside_the_one_that_overflows_is_wider_as_well_if_it_is_nearly_full(
+    tmp_path,
+):
+    """A larger picture overflows it in another step."""
+    text = """from torch import nn
+
+class Model(nn.Linear):
+    def forward(self, x):
+        target = (x * 0 + 1).half()
+        pred = (x * self.bias).half()
+        both = (pred * target).sum(1)
+        union = pred.sum(1) + target.sum(1)
+        return 1 - 2 * both / (union + 1)
+"""
+    module, path = module_of(tmp_path, text)
+    model, x = module.Model(1, 1), torch.full((2, 70_000), 0.9)
+    nn.init.ones_(model.bias)
+    found = explain(model, x, lambda model, x: model(x).mean())
+    remedy = recommended(found)[0]
+    fresh = module_of(tmp_path, edited(path, remedy))[0].Model(1, 1)
+    nn.init.ones_(fresh.bias)
+    assert fresh(torch.full((2, 90_000), 0.9)).isfinite().all(), remedy
 
 
 def test_how_large_results_are_is_listed_without_their_derivatives(

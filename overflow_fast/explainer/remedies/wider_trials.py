@@ -124,6 +124,8 @@ def _wider_trial(
     bad = [op.torch_call for op in own if op.makes_bad]
     # Such as another sum, or a divisor's: 1 / inf is finite.
     more = {call.key for call in bad if call is not None} - keys
+    full = _nearly_full_sums(narrow, failing, sizes)
+    more |= {call.key for call in full if not was_wide(call)} - keys
     # What is undefined elsewhere needs no wider dtype.
     if more and failure.found.is_overflow and len(keys) < _MOST_ROOTS:
         found = _wider_trial(keys | more, failing, narrow, failure, trials)
@@ -160,6 +162,17 @@ def _divided_by(
     keys = {key for each in of_calls for key in each.needs_wide}
     made = (call.operands[1].call for call in calls if call.key in keys)
     return [call for call in made if call is not None]
+
+
+def _nearly_full_sums(
+    narrow: torch.dtype, failing: set[Key], sizes: dict[TorchCall, float]
+) -> list[TorchCall]:
+    """The sums of the function that failed which a longer batch overflows."""
+    functions = [key[1][0][:3] for key in failing if key[1]]
+    largest, most = _SIZES[narrow][1], torch.finfo(narrow).max
+    full = [call for call, size in sizes.items() if largest <= size < most]
+    own = [e for e in full if e.sites and e.sites[0].key[:3] in functions]
+    return [e for e in own if has(e.name, "linear") and has(e.name, "measure")]
 
 
 def _ends_of(
