@@ -62,6 +62,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
             _of_walk(step, found),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
             _of_labels(step, found),
+            _of_mask(step),
         )
         for text in texts
     )
@@ -148,6 +149,19 @@ def _of_labels(step: BadStep, found: Explanation) -> Iterator[str]:
         if _is_constant(now) and not _is_constant(was):
             value = f"{now.flatten()[0].item():.7g}"
             yield f"`{name}` is {value} throughout; it was not in the last clean step"
+
+
+def _of_mask(step: BadStep) -> Iterator[str]:
+    """A mask that selected all or nothing in the last clean step, and some now."""
+    for name, now, was, _ in _beside_clean(step):
+        is_mask = not now.is_floating_point() and now.numel() and was.numel()
+        if is_mask and bool(((now == 0) | (now == 1)).all()):
+            usual = was.flatten()[0]
+            num = int((now != usual).sum())
+            if bool((was == usual).all()) and 0 < num < now.numel():
+                what = counted(num, "zero" if usual else "one")
+                among = f"among {now.numel()} values"
+                yield f"`{name}` has {what} {among}, none in the last clean step"
 
 
 def _of_nothing(pairs: _Pairs) -> Iterator[str]:

@@ -321,3 +321,19 @@ def test_samples_of_eight_clean_steps_are_kept_and_none_of_a_bad_one():
     assert len(of_function) == len(of_forward) == 1
     last = torch.frombuffer(bytearray(of_function[0]), dtype=torch.float32)
     assert last.isfinite().all() and last.numel() == 32
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long])
+@pytest.mark.parametrize("usual", [True, False])
+def test_a_mask_that_chooses_for_the_first_time(dtype, usual):
+    def batch_of(step):
+        mask = torch.full((8, 4), usual)
+        mask[2, 1:] = usual != (step == BAD)
+        return rows(step, 8, 4), mask.to(dtype)
+
+    def loss_of(model, x, mask):
+        return (model(x) + (mask != usual) * 3e38 * 2).mean()
+
+    what = "3 zeros" if usual else "3 ones"
+    text = f"`batch[1]` has {what} among 32 values, none in the last clean step"
+    assert news_of(batch_of, loss_of) == text
