@@ -107,9 +107,11 @@ def _is_enough(failure: Failure, text: str) -> bool:
 def _has_words_of(cause: Cause, line: str) -> bool:
     if cause.name in line.lower():
         return True
-    form = cause.gist.replace("{name}", cause.name)
-    words = re.sub(r"\{\w+\}", " ", form).split()
-    return all(word.strip(":").lower() in line.lower() for word in words)
+    forms = [cause.gist.replace("{name}", cause.name), cause.cancelled]
+    texts = (re.sub(r"\{\w+\}", " ", form).split() for form in forms if form)
+    return any(
+        all(e.strip(":").lower() in line.lower() for e in text) for text in texts
+    )
 
 
 def judge_ranks(failure: Failure, answers: list[Answer], tool: str) -> Judgement:

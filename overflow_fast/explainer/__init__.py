@@ -26,7 +26,8 @@
 7. `explain_origin.py` makes the `Explanation` of that. Its cause is corrected where a
    number was lost before (`Lost`, `rounding.py`), where results or weights have grown
    (`call_growth.py`, `weight_growth.py`), or where an update made a weight non-finite
-   (`optimizer_step.py`).
+   (`optimizer_step.py`). Its reason is what made a 0 that is undefined (`Maker`,
+   `made_zero.py`).
 8. `sample.py` finds the sample that it comes from, by halving (`halving.py`), and
    `sentinel.py` a number in it that stands for a missing value.
 9. `remedies/` tries changes: of a `Failure`, which is the explanation with all that was

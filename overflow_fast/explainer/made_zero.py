@@ -1,81 +1,366 @@
-"""Which operation has cut a number off to the 0 that a later one is not defined for."""
+"""The makers of a 0, or a number below 0, that an operation is not defined for.
+
+It is a walk back over the operations of the replay's table. It begins with the number
+that the last of them was given where its result is not finite:
+
+1. Who has written the numbers is found by their places in memory (`writers_of`).
+2. What these operations have read for them is known of those that compute each element
+   by itself. Any other is run again in float64, on numbers a little off: what the
+   gradient of its result reaches is what it has read (`read_for`).
+3. An operation that has made zeros of other numbers ends the walk, and a text says how
+   (`_Walk._made`). Else all that it has read is 0, or is nearly the number below 0, and
+   the walk goes on there; up to a weight or an input, which is named.
+
+There is a text only where it holds for all of the numbers. Where a part of the way is
+not known, as where memory is no longer held, there is none.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
 
 from ..base.torch_ops import has
-from ..guard.report.gist import told_number
+from ..guard.report.gist import spoken_name, sum_text, told_number
+from .budget import Budget
 from .memory import TapedTensor
 from .op_call import OpCall
-from .root_op import new_places
-from .tensor_kinds import Index
-from .users_lines import place_text
+from .op_table import OpTable
+from .read_numbers import Numbers, chooses, index_text, is_each, read_for, writers_of
+from .root_op import failed_place
+from .users_lines import operands_at, place_text
+
+# Chosen: with less, a maker that is far away is not found; more takes longer.
+_MOST_OPS = 48
+_MOST_TEXTS = 2  # of several makers; more are no answer
+_BELOW_ROUNDING = 4  # times the precision of the operands of a difference
+_NEAR = 1e-2  # of a number that an operation has hardly changed
 
 
-def cut_off_text(ops: Sequence[OpCall]) -> str:
-    """Names what made the 0 that the last of some operations was given, or "".
+@dataclass(frozen=True, eq=False)
+class Maker:
+    """The maker of a number, or of some of the zeros that it is made of.
 
-    It is looked for at the place of what failed, through what is 0 of a 0 there.
+    Attributes:
+        op: The operation; None for what was there before the step.
+        made: What it has made.
+        text: How, as a clause.
+        operands: The two numbers, made in the step, of which it has left less than
+            their rounding; or none.
+        is_start: Whether the code has written these zeros, as what others are added to.
+    """
+
+    op: OpCall | None
+    made: Numbers
+    text: str
+    operands: tuple[float, ...] = ()
+    is_start: bool = False
+
+
+def makers_of(op: OpCall, table: OpTable, budget: Budget) -> list[Maker]:
+    """Finds what has made the number for which an operation is not defined.
 
     Args:
-        ops: The operations, as a table of operations holds them.
+        op: The operation.
+        table: The table, which holds it and what it depends on.
+        budget: How long the walk may take.
     """
-    waiting = list[tuple[OpCall, TapedTensor, Index]]()
-    for op in [each for each in ops[-1:] if each.is_held]:
-        bad = [e for e in op.results if not bool(e.value.isfinite().all())]
-        read = [each.value for each in op.given.values()]
-        places = new_places(bad[0].value, read) if bad else None
-        waiting += [(op, bad[0], places[0])] if places else []
-    while waiting:
-        op, result, index = waiting.pop()
-        for given, value, at in _given_at(op, result, index):
-            found = _made_by(given, op, at) if value == 0 else None
-            if found is None:
-                continue
-            maker, own, place = found
-            values = [number for _, number, _ in _given_at(maker, own, place)]
-            cut = [each for each in values[:1] if each and math.isfinite(each)]
-            if has(maker.base, "cuts") and cut:
-                name = maker.base.rstrip("_") + place_text(maker.sites)
-                return f"{name} made it 0, of {told_number(cut[0])}"
-            if _keeps_zero(maker):
-                waiting.append(found)
-    return ""
+    number = _failed(op) if op.is_taped and op.is_held else None
+    return [] if number is None else _Walk(table, op, budget).makers(number, op)
 
 
-def _keeps_zero(op: OpCall) -> bool:
-    """True if each of its results is 0 where a number that it was given there is."""
-    is_times = has(op.base, "bilinear") and has(op.base, "commutes")
-    is_root = has(op.base, "root") and has(op.base, "each")
-    return is_times or is_root or has(op.base, "same")
+def _failed(op: OpCall) -> Numbers | None:
+    """The number of 0 or less that an operation was given where it failed."""
+    failed = failed_place(op)
+    if failed is None:
+        return None
+    own, index = failed
+    at = own.offset + sum(i * n for i, n in zip(index, own.stride, strict=True))
+    given = read_for(op, Numbers(own, torch.tensor([at], device=own.device)))
+    if has(op.base, "divides"):
+        divisor = op.given.get(id(op.args[-1]))
+        given = [each for each in given or () if each.tensor is divisor]
+    if not given or len(given[0].at) > 1 or bool(given[0].values > 0):
+        return None
+    return given[0]
 
 
-def _given_at(
-    op: OpCall, result: TapedTensor, index: Index
-) -> Iterator[tuple[TapedTensor, float, int]]:
-    """Yields what made an element of a result: the tensor, the number, its place."""
-    for each in op.given.values():
-        value = each.value
-        fits = len(value.shape) <= len(result.size) and all(
-            own in (1, size)
-            for own, size in zip(value.shape[::-1], result.size[::-1], strict=False)
+class _Walk:
+    """A walk back from numbers to what has made them; see above.
+
+    Args:
+        table: The table of operations.
+        failed: The operation that is not defined for them.
+        budget: How long it may take.
+    """
+
+    def __init__(self, table: OpTable, failed: OpCall, budget: Budget) -> None:
+        self._table, self._budget, self._left = table, budget, _MOST_OPS
+        self._known_line = place_text(failed.named.sites)
+
+    def makers(self, numbers: Numbers, reader: OpCall) -> list[Maker]:
+        """Finds what has made all of some numbers; nothing if it is not known.
+
+        Args:
+            numbers: The numbers.
+            reader: The operation that has read them.
+        """
+        return _together(
+            [
+                self._given(part) if op is None else self._made(op, part)
+                for op, part in writers_of(numbers, reader)
+            ]
         )
-        if each.is_float and fits:
-            wide = value.broadcast_to(result.size)
-            steps = zip(index, wide.stride(), strict=True)
-            yield each, float(wide[index]), each.offset + sum(i * n for i, n in steps)
+
+    def _given(self, numbers: Numbers) -> list[Maker]:
+        """Names the weight or the input that holds one number throughout."""
+        name = self._name_of(numbers) if numbers.is_one else ""
+        return [Maker(None, numbers, f"{name} is {numbers.spoken}")] if name else []
+
+    def _name_of(self, numbers: Numbers) -> str:
+        """The weight or the input that numbers are of, with their index, or ""."""
+        leaf = self._table.leaf_of(numbers.tensor.value)
+        if numbers.tensor.contents.is_made or leaf is None or leaf.tensor is None:
+            return ""
+        own = leaf.tensor
+        if own.dtype != numbers.tensor.dtype:
+            return ""
+        place = own.shape, own.stride(), int(own.storage_offset())
+        index = index_text(numbers.within(*place))
+        return "" if index is None else f"`{leaf.name}{index}`"
+
+    def _made(self, op: OpCall, made: Numbers) -> list[Maker]:
+        """Finds what has made the numbers that an operation has written."""
+        self._left -= 1
+        may_go_on = self._left >= 0 and self._budget.has_time
+        given = read_for(op, made) if may_go_on else None
+        if given is None:
+            return []
+        found = self._by(op, made, given)
+        is_of_torch = op.in_backward and not op.custom  # and no line has it
+        return [] if is_of_torch and any(each.op is op for each in found) else found
+
+    def _by(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> list[Maker]:
+        """Ends the walk with an operation, or goes on to what it was given."""
+        if not given or (chooses(op) and not bool(given[0].tensor.value.any())):
+            return self._written(op, made)
+        cancelled = self._cancelled(op, made, given)
+        if cancelled is not None:
+            return [cancelled]
+        if not made.is_zero:
+            near = [each for each in given if _is_near(each.values, made.values)]
+            only = near if len(given) > 1 and is_each(op) else given
+            is_one = len(only) == 1 and len(only[0].at) == 1
+            return self.makers(only[0], op) if is_one else []
+        if has(op.base, "bilinear") and is_each(op) and len(given) == 2:
+            return self._product(op, made, given)
+        if op.base in ("prod", "cumprod") and not bool(given[0].values.all()):
+            given = [given[0].of(given[0].values == 0)]
+        zeros = [each for each in given if each.is_zero]
+        if not zeros:
+            return self._of_others(op, made, given)
+        if len(zeros) < len(given) or has(op.base, "product"):
+            return next(filter(None, (self.makers(each, op) for each in zeros)), [])
+        return _together([self.makers(each, op) for each in zeros])
+
+    def _product(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> list[Maker]:
+        """Finds which factor is 0 where, and why."""
+        one, other = sorted(given, key=lambda each: not _is_mask(each.tensor))
+        is_own = one.values == 0
+        if _is_mask(one.tensor):
+            is_own &= other.values != 0
+        sides = ((one, other, is_own), (other, one, ~is_own))
+        return _together(
+            [
+                self._factor(op, *(each.of(which) for each in (made, zero, beside)))
+                for zero, beside, which in sides
+                if bool(which.any())
+            ]
+        )
+
+    def _factor(
+        self, op: OpCall, made: Numbers, zero: Numbers, beside: Numbers
+    ) -> list[Maker]:
+        """Finds what has made a factor 0, where it is more than a mask."""
+        known = [] if _is_mask(zero.tensor) else self.makers(zero, op)
+        if known or beside.is_zero:
+            return known or self.makers(beside, op)
+        text = f"{self._named(op)} multiplied {beside.spoken} by 0"
+        return [Maker(op, made, text)]
+
+    def _cancelled(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> Maker | None:
+        """Tells of operands that are equal, or that rounding alone keeps apart."""
+        is_difference = has(op.base, "difference")
+        is_sum = is_difference or op.base.rstrip("_") == "add"
+        if not is_sum or not is_each(op) or op.kwargs.get("alpha", 1) != 1:
+            return None
+        by_tensor = {id(each.tensor): each.values for each in given}
+        numbers = [
+            by_tensor.get(id(op.given.get(id(each))))
+            if isinstance(each, torch.Tensor)
+            else torch.full_like(made.values, each)
+            for each in op.args
+        ]
+        one, other = numbers if op.base != "rsub" else numbers[::-1]
+        if one is None or other is None:
+            return None
+        largest = torch.maximum(one.abs(), other.abs())
+        least = _BELOW_ROUNDING * torch.finfo(made.tensor.dtype).eps * largest
+        is_lost = bool((made.values.abs() <= least).all())
+        if not (is_lost and bool(largest.any())):
+            return None
+        place = int(largest.argmax())
+        first = float(one[place]), float(other[place])
+        if made.is_zero and is_difference and torch.equal(one, other):
+            text = self._equal_text(op, made, given)
+        elif len(made.at) == 1:
+            sign = "-" if is_difference else "+"
+            rest = told_number(float(made.values))
+            text = f"{sum_text(*first, sign)} cancels to {rest}{self._line(op)}"
+        else:
+            return None
+        are_made = len(given) == 2 and all(e.tensor.contents.is_made for e in given)
+        return Maker(op, made, text, first if are_made else ())
+
+    def _equal_text(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> str:
+        """Tells that two operands are equal, and so are the inputs they are made of."""
+        one, other = given[0], given[-1]
+        is_same = op.args[0] is op.args[1] or (
+            one.tensor.memory == other.tensor.memory
+            and len(given) == 2
+            and torch.equal(one.at, other.at)
+        )
+        names, at = operands_at(op.sites), index_text(made.mask)
+        at = f" at {at}" if at else ""
+        if names is not None and len({*names}) == 1:
+            return f"`{names[0]}` is subtracted from itself{self._line(op)}"
+        both = "its two operands" if names is None else "`{}` and `{}`".format(*names)
+        inputs = [self._name_of(each) for each in given]
+        if names is None and all(inputs) and len(inputs) == 2:
+            both, at = "{} and {}".format(*inputs), ""
+        is_of_inputs = len(given) == 2 and not is_same
+        of = self._equal_inputs(one, other, op) if is_of_inputs else ""
+        at = "" if of else at
+        equal = "the same" if is_same else "equal"
+        return f"{both} are {equal}{at}{self._line(op)}{of}"
+
+    def _equal_inputs(self, one: Numbers, second: Numbers, reader: OpCall) -> str:
+        """Names the samples of the batch that are equal as these numbers are, or ""."""
+        row, other_row = _row_of(one, reader), _row_of(second, reader)
+        if row is None or other_row is None:
+            return ""
+        (i, num), (j, other_num) = row, other_row
+        lefts = self._inputs_of(one, reader, num)
+        rights = self._inputs_of(second, reader, other_num)
+        for (name, tensor), (its_name, other) in itertools.product(lefts, rights):
+            is_other = tensor is not other or i != j
+            is_alike = _is_same(tensor[i], other[j]) and tensor[i].numel() > 1
+            is_usual = tensor is not other and _is_same(tensor, other)
+            if is_other and is_alike and not is_usual:
+                return f", as `{name}[{i}]` and `{its_name}[{j}]` are"
+        return ""
+
+    def _inputs_of(
+        self, numbers: Numbers, reader: OpCall, num: int
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of the batch, of so many rows, that numbers may be made of."""
+        waiting = [op for op, _ in writers_of(numbers, reader) if op is not None]
+        seen, read = set[OpCall](), {numbers.tensor.memory}
+        while waiting:
+            op = waiting.pop()
+            if op.num_holders and op not in seen:
+                seen.add(op)
+                read |= {each.memory for each in op.given.values()}
+                waiting += op.read_from
+        batch = ((leaf.name, leaf.tensor) for leaf in self._table.batch)
+        return [
+            (name, tensor)
+            for name, tensor in batch
+            if tensor is not None and tensor.is_floating_point() and tensor.dim()
+            if len(tensor) == num and self._table.number_of(tensor) in read
+        ]
+
+    def _of_others(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> list[Maker]:
+        """Tells how an operation has made zeros of numbers none of which is 0."""
+        if len(given) > 1:
+            return []
+        read, num = given[0], len(given[0].at)
+        one = float(read.values[0])
+        is_number = 0 in (each for each in op.args if isinstance(each, (int, float)))
+        is_whole = any(not each.is_float for each in op.given.values())
+        if has(op.base, "bilinear") and (is_number or is_whole):
+            text = f"{self._named(op)} multiplied {read.spoken} by 0"
+        elif num == len(made.at):
+            what = (
+                f"it 0, of {told_number(one)}" if num == 1 else f"all {num} numbers 0"
+            )
+            text = f"{self._named(op)} made {what}"
+        elif has(op.base, "deviation") and read.is_one:
+            text = f"{self._named(op)} is of {num} equal numbers, {told_number(one)}"
+        elif len(made.at) == 1 and has(op.base, "linear") and has(op.base, "measure"):
+            text = f"{self._named(op)} of {num} numbers is 0, and not all of these are"
+        else:
+            return []
+        return [Maker(op, made, text)]
+
+    def _written(self, op: OpCall, made: Numbers) -> list[Maker]:
+        """Tells of zeros that an operation has made of no number that it was given."""
+        it = "that 0" if len(made.at) == 1 else "zeros there"
+        is_start = False
+        is_plain = op.is_constant or has(op.base, "overwrites") or not op.given
+        if has(op.base, "deviation"):
+            text = f"{self._named(op)} is of one number"
+        elif chooses(op):
+            text = f"{self._named(op)} wrote {it}"
+        elif is_plain or op.base.startswith(("zeros_", "new_", "full_")):
+            text, is_start = f"the code{self._line(op)} wrote {it}", True
+        else:
+            return []  # of whole numbers, such as a count
+        return [Maker(op, made, text, (), is_start)] if made.is_zero else []
+
+    def _line(self, op: OpCall) -> str:
+        """Where an operation was called, if not in the line that is known."""
+        line = place_text(op.sites)
+        return line if line != self._known_line else ""
+
+    def _named(self, op: OpCall) -> str:
+        return f"{spoken_name(op.name)}{self._line(op)}"
 
 
-def _made_by(
-    tensor: TapedTensor, op: OpCall, at: int
-) -> tuple[OpCall, TapedTensor, Index] | None:
-    """Finds who has written to a place of memory that an operation reads."""
-    for maker in reversed(op.read_from):
-        for own in maker.results if maker.num_holders and maker.is_held else ():
-            if own.memory == tensor.memory and own.dtype == tensor.dtype:
-                index = own.index_of(at)
-                if index is not None:
-                    return maker, own, index
-    return None
+def _together(parts: Sequence[list[Maker]]) -> list[Maker]:
+    """The makers of several parts; none if it is not known of one of these."""
+    makers = [each for part in parts for each in part]
+    makers = [each for each in makers if not each.is_start] or makers
+    are_few = len({each.text for each in makers}) <= _MOST_TEXTS
+    return makers if all(parts) and are_few else []
+
+
+def _is_near(values: torch.Tensor, number: torch.Tensor) -> bool:
+    return len(values) == 1 and bool(abs(values - number) <= _NEAR * abs(number))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = (one.dtype, one.device) == (other.dtype, other.device)
+    return is_alike and torch.equal(one, other)
+
+
+def _is_mask(tensor: TapedTensor) -> bool:
+    """True if a tensor holds ones, and zeros beside them alone."""
+    values = tensor.value
+    return bool(((values == 0) | (values == 1)).all() & values.any())
+
+
+def _row_of(numbers: Numbers, reader: OpCall) -> tuple[int, int] | None:
+    """The row of many that numbers lie in, as they were made or given, or None."""
+    (_, part), *others = writers_of(numbers, reader)
+    rows = [*{*part.mask.nonzero()[:, :1].flatten().tolist()}]
+    return (rows[0], part.tensor.size[0]) if len(rows) == 1 and not others else None

@@ -104,15 +104,6 @@ class TapedTensor(NamedTuple):
         """True if it holds numbers with a fraction."""
         return self.dtype.is_floating_point
 
-    def index_of(self, place: int) -> tuple[int, ...] | None:
-        """The index of what stands at a place of its memory; None if nothing of it."""
-        left, index = place - self.offset, [0] * len(self.size)
-        for axis in sorted(range(len(index)), key=lambda axis: -self.stride[axis]):
-            if self.stride[axis]:
-                index[axis] = min(left // self.stride[axis], self.size[axis] - 1)
-                left -= index[axis] * self.stride[axis]
-        return tuple(index) if left == 0 and min(index, default=0) >= 0 else None
-
     @property
     def whole(self) -> torch.Tensor:
         """All of its memory, as one row of elements."""

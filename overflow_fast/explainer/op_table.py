@@ -130,10 +130,21 @@ class OpTable(OpObserver):
     def _is_bad(self, leaf: Leaf) -> bool:
         return leaf.tensor is not None and self.kinds.of([leaf.tensor])[0][0] != 0
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        """The name of the weight, buffer or input that it is or views; "" for none."""
+    @property
+    def batch(self) -> list[Leaf]:
+        """The tensors of the batch."""
+        return [leaf for leaf in self._given if leaf.kind == "batch"]
+
+    def leaf_of(self, tensor: torch.Tensor) -> Leaf | None:
+        """The weight, buffer or input that a tensor is or views, or None."""
         leaf = self._leaves.around(tensor)
         if leaf is None or leaf.tensor is None or leaf.kind not in _NAMED:
+            return None
+        return leaf
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        leaf = self.leaf_of(tensor)
+        if leaf is None or leaf.tensor is None:
             return ""
         is_part = tensor.numel() < leaf.tensor.numel()
         return f"{'part of ' * is_part}`{leaf.name}`"

@@ -15,6 +15,7 @@ from ..guard.report.op import Op
 from .domain import outside_of_domain, value_at
 from .float64 import in_float64, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
+from .memory import TapedTensor
 from .op_call import (
     CONSTANT,
     EMPTY,
@@ -96,6 +97,15 @@ def new_places(
     is_nan_new = not any(kinds_of(each) & NAN for each in read if is_float(each))
     places = bad_places(bad, nan_alone=True) if is_nan_new else None
     return bad_places(bad) if places is None else places
+
+
+def failed_place(op: OpCall) -> tuple[TapedTensor, Index] | None:
+    """The first result of a taped operation that is not finite, and where it is new."""
+    for own in op.results:
+        if not bool(own.value.isfinite().all()):
+            places = new_places(own.value, [each.value for each in op.given.values()])
+            return None if places is None else (own, places[0])
+    return None
 
 
 def _classify(

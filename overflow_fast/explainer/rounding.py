@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,14 +25,16 @@ from ..base.text import dtype_name
 from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
+from ..guard.report.gist import told_apart
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .budget import Budget
 from .float64 import Float64Run, impossible
 from .halving import Halving
+from .made_zero import Maker
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
-from .root_op import new_places
-from .tensor_kinds import index_at
+from .root_op import failed_place
+from .tensor_kinds import Index, index_at
 from .users_lines import op_at
 
 # Operations that are run before the others: of all that lost a value in
@@ -64,6 +66,7 @@ class Lost:
         dtype: Its dtype.
         tie: An operation that was given two equal numbers, one of them made of given
             ones alone: that float64 makes them differ does not say what was lost.
+        run: All of the operations in float64.
     """
 
     first: OpCall
@@ -77,6 +80,7 @@ class Lost:
     least: float = 0.0
     dtype: str = ""
     tie: OpCall | None = None
+    run: Float64Run = field(default_factory=Float64Run, repr=False)
 
     @property
     def cause(self) -> str:
@@ -105,12 +109,12 @@ class _Undefined:
 
     def __init__(self, ops: Sequence[OpCall], budget: Budget) -> None:
         self.ops, self._budget = ops, budget
-        bad = [e for e in ops[-1].results if not bool(e.value.isfinite().all())]
-        read = [each.value for each in ops[-1].given.values()]
-        places = new_places(bad[0].value, read) if bad else None
-        self.index = None if places is None else places[0]
-        self._bad = bad[0] if bad else None
-        self.shape = bad[0].size if bad else None
+        self._bad: TapedTensor | None = None
+        self.index: Index | None = None
+        failed = failed_place(ops[-1])
+        if failed is not None:
+            self._bad, self.index = failed
+        self.shape = None if failed is None else failed[0].size
 
     def run(self, first: int = 0, *how: Any) -> Float64Run:
         """Runs the operations from one on; see `Float64Run`."""
@@ -201,7 +205,7 @@ def lost_value(
     first = next(op for op in ops if op not in failed)
     as_they_were = list(dict.fromkeys(op.name for op in failed if op.read_from))
     is_whole = _read_of(ops) <= {*ops} and not as_they_were
-    lost = Lost(first, value, is_whole, False, as_they_were)
+    lost = Lost(first, value, is_whole, False, as_they_were, run=run)
     if not math.isfinite(value):
         return _beyond_float64(undefined, lost)
     if undefined.is_finite(len(ops) - 1):
@@ -354,13 +358,15 @@ def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:
 # In words.
 
 
-def explain_lost(lost: Lost, found: Explanation) -> None:
+def explain_lost(lost: Lost, makers: Sequence[Maker], found: Explanation) -> None:
     """Adds to an explanation what a computation in float64 has shown.
 
     Args:
         lost: What it has come to.
+        makers: What has made the number that is undefined.
         found: The explanation of the undefined result.
     """
+    cancelled = None
     if lost.op is not None:
         found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
         found.lost_by.value = lost.own
@@ -370,11 +376,38 @@ def explain_lost(lost: Lost, found: Explanation) -> None:
                 found.op.true_value = lost.value
         # The first line names this operation, and leaves out a reason.
         found.evidence += [found.reason] * bool(found.reason)
-        found.reason = ""
-    retell_float64(found.evidence, _text_of(lost))
+        found.reason = _beside(lost.op, makers)
+        cancelled = next((e for e in makers if _has_cancelled(e, lost)), None)
+    if cancelled is not None and cancelled.op is not None:
+        found.lost_by = op_at(cancelled.op.name, cancelled.op.sites)
+        found.lost_by.operands = [*cancelled.operands]
+        found.lost_by.value = float(cancelled.made.values)
+        true = lost.run.value(cancelled.made.tensor)
+        assert true is not None
+        found.lost_by.true_value = float(true[cancelled.made.mask])
+    retell_float64(found.evidence, _text_of(lost, cancelled))
 
 
-def _text_of(lost: Lost) -> str:
+def _beside(op: OpCall, makers: Sequence[Maker]) -> str:
+    """Tells what has made 0 of the numbers that an operation has not lost, or ""."""
+    own = sum(len(each.made.at) for each in makers if each.op is op)
+    others = [each for each in makers if each.op is not op]
+    if not (own and others):
+        return ""
+    num = own + sum(len(each.made.at) for each in others)
+    return f"{own} of {num} numbers are 0 so, and {others[0].text}"
+
+
+def _has_cancelled(maker: Maker, lost: Lost) -> bool:
+    """True for a difference that has left of its operands only what rounding made."""
+    if not maker.operands or maker.op is None or len(maker.made.at) != 1:
+        return False
+    is_behind = lost.op is not None and lost.op.index < maker.op.index
+    is_known = lost.run.value(maker.made.tensor) is not None
+    return is_behind and is_known and lost.cause == ROUNDING.name and not lost.is_beyond
+
+
+def _text_of(lost: Lost, cancelled: Maker | None) -> str:
     if lost.op is not None and lost.is_beyond:
         return (
             f"{IN_FLOAT64}, {lost.op.text} gives {lost.own:g} as well, which of finite "
@@ -391,9 +424,13 @@ def _text_of(lost: Lost) -> str:
         )
     if lost.op is None:
         return f"{on}, it is {lost.value:g} as well{NO_HELP * lost.is_whole}"
+    one = "that one result"
+    if cancelled is not None:
+        true, own = told_apart(lost.true, lost.own)
+        one = f"the result of {lost.op.text}, {own} for {true},"
     least = f", whose smallest normal number is {lost.least:.2g},"
     is_small = lost.cause == UNDERFLOW.name
     return (
-        f"{on}, it is finite ({lost.value:.4g}); with that one result in {lost.dtype}"
+        f"{on}, it is finite ({lost.value:.4g}); with {one} in {lost.dtype}"
         f"{least * is_small} it is not"
     )

@@ -333,18 +333,16 @@ class Search:
         source, table = root_op.source, self.traced.table
         assert table is not None
         if isinstance(source, OpCall) and source in table.undefined:
-            self._explain_lost(found, table, table.undefined[source])
+            self._explain_lost(found, table, source)
         table.forget_undefined()
 
-    def _explain_lost(
-        self, found: Explanation, table: OpTable, ops: Sequence[OpCall]
-    ) -> None:
-        from .made_zero import cut_off_text
+    def _explain_lost(self, found: Explanation, table: OpTable, source: OpCall) -> None:
+        from .made_zero import makers_of
         from .rounding import explain_lost, lost_value, nearest_first  # of few failures
 
         parameters = (p for e in self.step.models.values() for p in e.parameters())
         weights = {table.number_of(each) for each in parameters if each.requires_grad}
-        lost = None
+        lost, ops = None, table.undefined[source]
         with no_dispatch(), torch.no_grad():
             try:
                 for some in nearest_first(ops, self.budget):
@@ -353,12 +351,17 @@ class Search:
                         break
             except TimeoutError:
                 found.notes.append(notes.NOT_LOOKED_BACK)
+            makers = makers_of(source, table, self.budget)
         if lost is not None:
-            explain_lost(lost, found)
+            explain_lost(lost, makers, found)
             self._lost, self._has_tie = lost.op, lost.tie is not None
         if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
-            with no_dispatch(), torch.no_grad():
-                found.reason = found.reason or cut_off_text(ops)
+            texts = [*dict.fromkeys(each.text for each in makers)]
+            # Of an input below 0 the first line has the number, and no reason.
+            if any(each.op is not None or each.made.is_zero for each in makers):
+                found.reason = found.reason or " and ".join(texts)
+            else:
+                found.evidence += texts
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import itertools
@@ -16,7 +17,9 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from ..base.text import installed_name, is_of_user, is_own, short_name, source_name
+from ..guard.report.gist import expression_of
 from ..guard.report.op import Op
+from .syntax import expression_of as parsed_expression
 
 _MAX_FRAMES = 12  # lines of an operation that a report shows; chosen, not measured
 _ENGINE = "_engine_run_backward"
@@ -250,6 +253,20 @@ def op_at(name: str, sites: Sites, ran: Op | None = None) -> Op:
         stack=stack_of(sites),
         columns=_columns_in_line(sites),
     )
+
+
+_LONGEST_NAME = 30  # characters of an operand that a sentence has; chosen
+
+
+def operands_at(sites: Sites) -> tuple[str, str] | None:
+    """The two operands of a difference as the innermost line has them, or None."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        tree = parsed_expression(expression_of(op_at("", sites)))
+        if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Sub):
+            one, other = ast.unparse(tree.left), ast.unparse(tree.right)
+            is_short = max(len(one), len(other)) <= _LONGEST_NAME
+            return (one, other) if is_short else None
+    return None
 
 
 def _columns_in_line(sites: Sites) -> tuple[int, int] | None:

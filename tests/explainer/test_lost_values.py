@@ -1,7 +1,6 @@
 """Results that are undefined because an operation before them has lost a value."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch import nn
 from overflow_fast import explain
 from overflow_fast.explainer import rounding
 from overflow_fast.explainer.float64 import Float64Run
-from overflow_fast.explainer.memory import TapedTensor
 from overflow_fast.guard.report.notes import (
     NOT_IN_FLOAT64,
     NOT_LOOKED_BACK,
@@ -246,7 +244,8 @@ def test_equal_numbers_of_which_none_is_given_may_have_lost_what_they_differ_by(
         return (1 / ((100 + y) - (100 + (y + 1e-7).detach()))).mean()
 
     found = explain(model, x, loss)
-    assert (found.cause, found.lost_by.name) == ("rounding", "aten.add.Tensor")
+    assert (found.cause, found.lost_by.name) == ("rounding", "aten.sub.Tensor")
+    assert "aten.add.Tensor" in found.evidence[1]
 
 
 def test_a_whole_number_is_given_as_it_is():
@@ -511,9 +510,8 @@ def test_a_rounded_difference_of_large_tensors_is_a_loss(monkeypatch, few_held):
         return torch.log(y[-1] - y[1])
 
     found = explained(1.0, difference)
-    assert (found.cause, found.lost_by and found.lost_by.name) == (
-        *("rounding", "aten.cumsum"),
-    )
+    assert (found.cause, found.lost_by.name) == ("rounding", "aten.sub.Tensor")
+    assert "aten.cumsum" in found.evidence[1]
 
 
 # Functions that are undefined however their inputs are rounded.
@@ -575,44 +573,3 @@ def test_ever_more_are_run_where_these_matter_and_are_few_of_all(case, monkeypat
     explained(15, lambda x: function(x, times))
     *some, last = runs
     assert some == before and last > times
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        lambda t: t[3:27].view(2, 3, 4),
-        lambda t: t[:24].view(4, 6).t()[1:, ::2],
-        lambda t: t[5:8].expand(2, 3),
-        lambda t: t[7],
-    ],
-)
-def test_the_index_of_what_stands_at_a_place_of_memory(layout):
-    tensor = layout(torch.arange(40))
-    at = tensor.shape, tensor.stride(), tensor.storage_offset()
-    taped = TapedTensor(None, tensor.dtype, tensor.device, *at)
-    for place in range(40):
-        index = taped.index_of(place)
-        assert (index is None) == (place not in tensor)
-        assert index is None or tensor[index] == place
-
-
-# A 0 that was cut off: what is computed of a weight of -0.5, and what has cut it.
-CUT_OFF = {
-    "relu": (lambda x: torch.relu(x).log(), "relu"),
-    "in place, of a product": (lambda x: (2 * x.clone().relu_()).log(), "relu"),
-    "a product": (lambda x: (2 * torch.relu(x)).log(), "relu"),
-    "a part": (lambda x: torch.relu(x)[1:].reciprocal(), "relu"),
-    "clamp": (lambda x: 1 / x.clamp(min=0), "clamp"),
-    "a root": (lambda x: 1 / torch.relu(x).sqrt(), "relu"),
-    "nothing": (lambda x: (x * 0).log(), ""),
-    "a 0 before": (lambda x: torch.relu(x * 0).log(), ""),
-}
-
-
-@pytest.mark.parametrize("case", CUT_OFF)
-def test_a_zero_that_was_cut_off_is_told_with_what_it_was(case):
-    function, op = CUT_OFF[case]
-    found = explained(-0.5, lambda x: function(x).sum())
-    place = rf"{op} \(test_lost_values.py:\d+\) made it 0, of -0.5"
-    assert re.fullmatch(place if op else "", found.reason)
-    assert found.reason in found.words.gist()

@@ -21,6 +21,8 @@ class Cause:
         advice: What to try where no remedy was tried, as a clause; "" for nothing.
         sections: The sections of "my run is nan" to look at, by their headings.
         gist: What the first line of a report says of it, with the fields of `gist.py`.
+        cancelled: The same where it is a difference whose operands rounding alone keeps
+            apart; or "".
         remedies: What is tried against it: "calls" (other torch calls in the place of
             those that fail), "weights" (they are repaired), "samples" (those that are
             bad are left out).
@@ -36,6 +38,7 @@ class Cause:
     advice: str = ""
     sections: tuple[str, ...] = ()
     gist: str = "{name}: {call}{reason}"
+    cancelled: str = ""
     remedies: tuple[str, ...] = ()
     is_overflow: bool = False
     may_be_intended: bool = False
@@ -88,7 +91,7 @@ or a division was given that 0: the evidence names where it was lost. Use the fo
 never makes the small number: `log_softmax`, `logsigmoid`, `logsumexp`; or a lower
 bound that the dtype holds.""",
     sections=("bfloat16: a probability rounds to 1",),
-    gist="{numbers}: {lost} underflowed{change}",
+    gist="{numbers}: {lost} underflowed{change}{also}",
     remedies=("calls",),
     translations={"zh": "下溢", "ko": "언더플로"},
 )
@@ -102,7 +105,8 @@ A result was rounded before, such as a sigmoid or a `tanh` to 1, and the operati
 fails was given the rounded number. Use the form that never makes it, such as
 `logsigmoid` of the negative logit.""",
     sections=("bfloat16: a probability rounds to 1",),
-    gist="{numbers}: {lost} was rounded{change}",
+    gist="{numbers}: {lost} was rounded{change}{also}",
+    cancelled="{numbers}: {difference} cancels to {change}",
     remedies=("calls",),
     translations={"zh": "舍入", "ko": "반올림"},
 )

@@ -8,7 +8,9 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
     {dtype}    the dtype of its result
     {size}     what float64 makes of it, and the dtype's maximum
     {lost}     the operation before it that has lost the value, and its place
-    {change}   what that has made of which number
+    {change}   what that has made of which number, or is left of a difference
+    {difference}  the numbers of the difference
+    {also}     what else has made such numbers
     {outside}  which input is outside of the operation's domain
     {seen}     that a value arises in the forward and is met in backward
     {reason}   what the explanation says where no field tells
@@ -41,6 +43,8 @@ def gist_of(found: Findings) -> str:
     is_lost = found.lost_by is not None
     if not is_lost and found.cause in (UNDERFLOW.name, ROUNDING.name):
         form = "{name}: {call}{reason}"
+    if found.lost_by is not None and found.lost_by.operands:
+        form = cause.cancelled
     if op is None:
         form = "{name}{reason}"
     elif found.phase == "optimizer" and not found.is_behind_backward:
@@ -53,10 +57,12 @@ def gist_of(found: Findings) -> str:
         dtype=op.outputs[0].dtype if op is not None and op.outputs else "its dtype",
         size="" if op is None else _size_text(op),
         lost="" if found.lost_by is None else _named_at(found.lost_by),
-        change="" if found.lost_by is None else _change_text(found.lost_by),
+        change="" if found.lost_by is None else _change_text(found.lost_by, op),
+        difference=_difference_text(found.lost_by),
         outside=_outside_text(op),
         slope=_LEFT_OUT if found.is_seen_in_backward else "a singular gradient",
         reason=f": {clause}" if (clause := parted(found.stated)[0]) else "",
+        also=f"; {clause}" if clause else "",
     )
     text = capitalized(text) if text.startswith("the ") else text
     where = f", {BETWEEN}" * found.is_behind_backward
@@ -77,11 +83,27 @@ def parted(text: str) -> tuple[str, str]:
 
 def told_apart(one: float, other: float) -> tuple[str, str]:
     """Two numbers with as many digits as tell them apart."""
-    for digits in range(3, 17):
-        texts = f"{one:.{digits}g}", f"{other:.{digits}g}"
-        if texts[0] != texts[1]:
-            return texts
-    return f"{one:.17g}", f"{other:.17g}"
+    digits = _num_digits(one, other)
+    return _with_digits(one, digits), _with_digits(other, digits)
+
+
+def _num_digits(one: float, other: float) -> int:
+    """How many digits tell two numbers apart, at least three."""
+    each = range(3, 17)
+    return next((n for n in each if f"{one:.{n}g}" != f"{other:.{n}g}"), 17)
+
+
+def _with_digits(value: float, digits: int) -> str:
+    """A number in so many digits, in fewer where these are all of it."""
+    text = f"{value:.{digits}g}"
+    return text if digits == 3 or float(text) == value else f"{value:#.{digits}g}"
+
+
+def sum_text(one: float, other: float, sign: str) -> str:
+    """Two numbers that are almost equal, or opposite, with the digits that are not."""
+    digits = min(_num_digits(abs(one), abs(other)) + 3, 17)
+    left, right = f"{one:.{digits}g}", f"{other:.{digits}g}"
+    return f"{left} {sign} {f'({right})' if right[0] == '-' else right}"
 
 
 def spoken_name(name: str) -> str:
@@ -171,12 +193,24 @@ def _size_text(op: Op) -> str:
     return f" ({true} in float64; its maximum is {op.limit:.5g})"
 
 
-def _change_text(lost: Op) -> str:
+def _change_text(lost: Op, op: Op | None) -> str:
+    """The change of a number, or the rest of a difference."""
     if lost.value is None:
         return ""
     if lost.true_value is None:
         return f" to {lost.value:g}"
+    if lost.operands:
+        place = "" if op is not None and op.place == lost.place else _at(lost)
+        true = told_number(lost.true_value)
+        return f"{told_number(lost.value)}{place} (float64: {true})"
     return ": {} became {}".format(*told_apart(lost.true_value, lost.value))
+
+
+def _difference_text(lost: Op | None) -> str:
+    if lost is None or not lost.operands:
+        return ""
+    one, other = lost.operands
+    return sum_text(one, other, op_of(spoken_name(lost.name)).sign or "-")
 
 
 def _outside_text(op: Op | None) -> str:
