@@ -308,6 +308,11 @@ def has(name: str, trait: Trait) -> bool:
 # What torch tells of its operators.
 
 
+def is_sum(name: str) -> bool:
+    """True for a sum or a mean."""
+    return has(name, "linear") and has(name, "measure")
+
+
 def _overloads(name: str) -> Iterator[Any]:
     packet: Any = getattr(torch.ops.aten, name, None)
     for overload in packet.overloads() if hasattr(packet, "overloads") else ():

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.torch_ops import has
+from ..base.torch_ops import has, is_sum
 from ..guard.report.gist import spoken_name, sum_text, told_number
 from .budget import Budget
 from .memory import TapedTensor
@@ -306,7 +306,7 @@ class _Walk:
             text = f"{self._named(op)} made {what}"
         elif has(op.base, "deviation") and read.is_one:
             text = f"{self._named(op)} is of {num} equal numbers, {told_number(one)}"
-        elif len(made.at) == 1 and has(op.base, "linear") and has(op.base, "measure"):
+        elif len(made.at) == 1 and is_sum(op.base):
             text = f"{self._named(op)} of {num} numbers is 0, and not all of these are"
         else:
             return []

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ...base.text import dtype_name
-from ...base.torch_ops import has
+from ...base.torch_ops import has, is_sum
 from ..syntax import expression_of
 from ..torch_calls import Key, TorchCall, Value
 from ..wider import CAST_METHODS
-from .call_patch import InWider, is_sum
+from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
 from .source import NOT_WRITTEN, Edit, NotWrittenError, node_at
 from .written import Writer, first_turns, short_text

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ...base.torch_ops import has
+from ...base.torch_ops import has, is_sum
 from ...guard.report.remedy import Remedy
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
@@ -172,7 +172,7 @@ def _nearly_full_sums(
     largest, most = _SIZES[narrow][1], torch.finfo(narrow).max
     full = [call for call, size in sizes.items() if largest <= size < most]
     own = [e for e in full if e.sites and e.sites[0].key[:3] in functions]
-    return [e for e in own if has(e.name, "linear") and has(e.name, "measure")]
+    return [e for e in own if is_sum(e.name)]
 
 
 def _ends_of(
