@@ -372,7 +372,9 @@ def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:
     is_object = leaf.kind == "object"
     module = "the model" if leaf.kind == "attribute" else "a module that is not watched"
     of = "" if is_object else f" of {module}"
-    text = f"{name}{of} holds {what}, and the step does not write to it{at}"
+    text = f"{name}{of} held {what} when the step began{at}"
+    if not leaf.is_kept:
+        text = f"{name}{of} holds {what}, and the step does not write to it{at}"
     return _held("data" if is_object else "weights", leaf.name, text)
 
 

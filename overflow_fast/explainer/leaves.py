@@ -29,13 +29,14 @@ class Leaf:
     Attributes:
         kind: "parameter", "buffer", "batch", "gradient" or "unknown"; of what the
             program holds elsewhere "attribute" of a watched module, "weight" of another
-            one, or "object".
+            one, its attributes too, or "object".
         name: Its name, as code reads it, or its key.
         tensor: The tensor.
         look: Returns what the program holds there now; None for the other kinds.
         is_read: Whether an operation has read non-finite values of it.
-        is_written: Whether the replay has written to it; known where `look` is.
-        is_unkept: Whether it is not known to have been there when the step began.
+        is_written: Whether the replay has written to it, and another one begins with
+            that; known where `look` is.
+        is_kept: Whether a replay begins with it as the step did.
         is_usual: Whether it held such values in the last clean step, too.
     """
 
@@ -45,8 +46,13 @@ class Leaf:
     look: Callable[[], Any] | None = None
     is_read: bool = False
     is_written: bool = False
-    is_unkept: bool = False
+    is_kept: bool = False
     is_usual: bool = False
+
+    @property
+    def is_unkept(self) -> bool:
+        """True if it is not known to have been there when the step began."""
+        return self.kind == "attribute" and not self.is_kept
 
     @functools.cached_property
     def is_mask(self) -> bool:
@@ -110,7 +116,7 @@ def _of_module(name: str, module: nn.Module) -> Iterator[Leaf]:
         look = functools.partial(_itself, tensor)
         yield Leaf("weight", f"{name}.{key}", tensor, look)
     for key, each in named_modules(module):
-        yield from _attributes("object", f"{name}.{key}".rstrip("."), each)
+        yield from _attributes("weight", f"{name}.{key}".rstrip("."), each)
 
 
 def _at(owner: Any, key: str, path: Path) -> Any:

@@ -235,7 +235,7 @@ class OpTable(OpObserver):
     def close(self) -> None:
         """Notes which leaves were written to; lets go of what later operations need."""
         for leaf in self._given:
-            if leaf.look is not None and leaf.tensor is not None:
+            if leaf.look is not None and leaf.tensor is not None and not leaf.is_kept:
                 is_made = self.number_of(leaf.tensor) in self._writers
                 leaf.is_written = is_made or leaf.look() is not leaf.tensor
         carried = [each for each in self._given if each.is_written and each.is_read]

@@ -597,8 +597,7 @@ class Replayer:
         leaves += [Leaf(*found) for found in named + partitions_of(named)]
         leaves += [Leaf("gradient", "", held) for held in call.held.values()]
         for leaf in held_leaves(self.models, call.around()):
-            is_kept = leaf.kind != "attribute" or self.state.was_kept(leaf.tensor)
-            leaf.is_unkept = not is_kept
+            leaf.is_kept = self.state.was_kept(leaf.tensor)
             leaves.append(leaf)
         result.table = OpTable(leaves, step.looks_back)
         calls = TorchCalls() if step.has_calls else nullcontext()

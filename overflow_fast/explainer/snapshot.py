@@ -217,10 +217,13 @@ class Snapshot:
         return any(_has_other_form(kept) for each in starts for kept in each.attributes)
 
     def was_kept(self, tensor: torch.Tensor | None) -> bool:
-        """True for a tensor of an attribute that was kept when the step began."""
+        """True for a tensor whose contents were kept when the step began."""
         starts = () if self._start is None else self._start.starts
-        kept = (each.attributes for each in starts if each.is_taken)
-        return any(own.holds(tensor) for each in kept for own in each)
+        taken = [each for each in starts if each.is_taken]
+        is_attribute = any(e.holds(tensor) for each in taken for e in each.attributes)
+        return is_attribute or any(
+            e is tensor for each in taken for e, _ in each.pairs()
+        )
 
     def has_stepped(self) -> bool:
         """True if a weight with a hook behind its gradient is another one now."""

@@ -130,10 +130,18 @@ def test_an_attribute_that_is_no_buffer():
 
 @pytest.mark.tries_remedies
 def test_state_that_the_step_itself_may_have_left_is_no_bad_weight(as_kept):
-    net, features = nn.Sequential(Keeps(torch.full((4,), NAN), keeps=True)), x()
-    found = explained(net, lambda: net(features))
+    many = torch.full((2**13, 1, 4), NAN)  # is not copied
+    net, features = nn.Sequential(Keeps(many, keeps=True)), x()
+    found = explained(net, lambda: net(features).mean())
     assert place(found) == ("", "unknown", "", "0.kept")
     as_kept(found.notes[0])
+
+
+def test_state_that_was_bad_when_the_step_began_is_named_though_it_is_written():
+    net, features = nn.Sequential(Keeps(torch.full((4,), NAN), keeps=True)), x()
+    found = explained(net, lambda: net(features))
+    assert place(found) == ("weights", "bad weights", "0", "0.kept")
+    assert "held 4 nan of 4 values when the step began" in found.evidence[0]
 
 
 class MakesOnce(Assembled):
@@ -296,3 +304,90 @@ def test_a_weight_may_have_been_written_to_by_the_step_itself():
     found = error.value.report.explanation
     assert found.cause in ("unknown", "bad weights")
     assert "before the step" not in " ".join(found.evidence)
+
+
+class Weighted(nn.Module):
+    """A loss relative to its running mean, which a batch of zeros makes nan."""
+
+    def __init__(self, *others, size=1, is_buffer=False):
+        super().__init__()
+        mean = torch.ones(size)
+        self.register_buffer("mean", mean) if is_buffer else vars(self).update(
+            mean=mean
+        )
+        self.others = nn.ModuleList(others)
+
+    def forward(self, loss, poison=False):
+        share = loss / self.mean.mean()
+        drop = 0 * self.mean / 0 if poison else 0.1 * loss.detach()
+        if "mean" in self._buffers:
+            self.mean.mul_(0.9).add_(drop)
+        else:
+            self.mean = 0.9 * self.mean + drop
+        return share
+
+
+def run_around(criterion, bad_step, loss_of=None, on_overflow="raise"):
+    """The guard after steps of a loss by a criterion, the last of which is bad."""
+    net, step = model(), [0]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def loss():
+        made = net(x()).square().mean()
+        return (
+            criterion(made, bad_step == step[0]) if loss_of is None else loss_of(made)
+        )
+
+    with OverflowGuard(net, optimizer, on_overflow=on_overflow) as guard:
+        for i in range(8):
+            step[0] = i
+            guard.run(loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if guard.last_report is not None:
+                break
+    return guard
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_loss_that_keeps_a_mean_is_run_again_with_the_one_of_the_step(is_buffer):
+    criterion = Weighted(is_buffer=is_buffer)
+    with pytest.raises(NonFiniteError) as error:
+        run_around(criterion, 2)
+    found = error.value.report.explanation
+    assert found.tensor == "criterion.mean" and found.phase == "weights"
+    assert "when the step began" in str(error.value) + str(found)
+
+
+class Undefined(Weighted):
+    def forward(self, loss, poison=False):
+        self.mean = self.mean / (0 if poison else 1) * (0 if poison else 1)
+        return loss * self.mean.mean()
+
+
+def test_an_operation_that_spoils_the_state_of_a_loss_is_found():
+    with pytest.raises(NonFiniteError) as error:
+        run_around(Undefined(), 2)
+    assert error.value.report.explanation.op.name.startswith("aten.div")
+
+
+def test_a_skipped_step_leaves_the_buffers_of_a_loss_as_they_were():
+    class Late(Weighted):
+        def forward(self, loss, poison=False):
+            super().forward(loss, poison)
+            return loss * self.mean.mean()
+
+    criterion = Late(is_buffer=True)
+    guard = run_around(criterion, 2, on_overflow="skip")
+    assert guard.last_report is not None and criterion.mean.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["large", "of the model"])
+def test_what_is_large_or_holds_the_model_is_not_kept_beside_it(kind):
+    net = model()
+    criterion = Weighted(nn.Linear(512, 1024) if kind == "large" else net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with OverflowGuard(net, optimizer) as guard:
+        guard.run(lambda: criterion(net(x()).square().mean()))
+        starts = guard._parts._start.starts
+        assert [each.model for each in starts] == [net]

@@ -199,8 +199,8 @@ class CallKeeper:
         call = None
         with shield():
             self._look_for_gradients(model)
-            self.start.before_run()
             held = HeldFunction(function)
+            self.start.before_run(held.modules())
             devices = self._devices_of(model)
             ambient = Ambient(model, devices, generators=held.generators())
             call = KeptCall(held, held.values, ambient)
@@ -221,6 +221,7 @@ class CallKeeper:
             if not was_running:
                 self._forwards = []
         with shield():
+            self.start.after_run()
             if call is not None and not was_running:
                 # Of those that were left, the function has caught the exception.
                 call.forwards = [each for each in forwards if each.has_returned]

@@ -65,6 +65,7 @@ class HeldFunction:
         self.function = function
         self.values: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
+        self._modules: dict[str, nn.Module] = {}
         plain = function
         self.names: list[str] = []
         if isinstance(function, functools.partial):
@@ -97,17 +98,25 @@ class HeldFunction:
 
         Also of those that are attributes of objects among them.
         """
-        kinds, own = kinds_of_generators(), dict(self._objects)
-        if self.plain is None:
-            own["self"] = self.called
-        found: dict[int, Kept | None] = {}
+        kinds, found = kinds_of_generators(), dict[int, Kept | None]()
+        for name, each in self._parts():
+            if issubclass(type(each), kinds) and id(each) not in found:
+                found[id(each)] = contents_of(name, each)
+        return list(filter(None, found.values()))
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The modules that its variables hold, or objects among them, by name."""
+        held = {n: each for n, each in self._parts() if isinstance(each, nn.Module)}
+        return held | self._modules
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Yields the objects that its variables hold, and their attributes."""
+        own = self._objects if self.plain else {**self._objects, "self": self.called}
         for name, held in own.items():
             value = held.__self__ if isinstance(held, types.MethodType) else held
-            parts = attributes(value) if is_state(value) else ()
-            for each in (value, *(part for _, part in parts)):
-                if issubclass(type(each), kinds) and id(each) not in found:
-                    found[id(each)] = contents_of(name, each)
-        return list(filter(None, found.values()))
+            yield name, value
+            for key, part in attributes(value) if is_state(value) else ():
+                yield f"{name}.{key}", part
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
@@ -121,6 +130,8 @@ class HeldFunction:
                 self._hold(each, depth + 1)
 
     def _add(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self._modules.setdefault(name, value)
         if name in self.values or isinstance(value, (nn.Module, nn.Parameter)):
             return
         if not is_container(value):

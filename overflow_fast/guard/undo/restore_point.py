@@ -13,18 +13,28 @@ What is kept, so that a clean step stays cheap:
    each step once a forward was seen to change them, or if the code of their module's
    class may.
 
-`model_restore_point.py` does this for one model.
+`model_restore_point.py` does this for one model. Small modules that a kept function
+calls besides the models, such as a loss with a running mean, are kept as these are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
+from ...base.modules import buffers_of, modules_in, parameters_of
 from ...torch_internals.running import graph_task_id, is_recorded
 from .model_restore_point import ModelRestorePoint, Watched
+from .tensors import num_bytes
+from .writing_modules import writes_of
+
+# Of a module around the models, with its weights; chosen. A larger one, such as a
+# teacher, is not copied: a replay begins with it as the step has left it.
+_MAX_AROUND = 2**20
 
 
 class _Lock:
@@ -43,6 +53,25 @@ class _Lock:
         return _Lock, ()
 
 
+class _Around:
+    """A module that a kept function calls besides the models; it has no hooks.
+
+    Args:
+        name: Its name in the function.
+        module: The module. It is held weakly.
+    """
+
+    is_attached, is_in_step, has_submodule_calls = True, True, False
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.prefix, self._module = f"{name}.", weakref.ref(module)
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module, or None if it is gone."""
+        return self._module()
+
+
 class RestorePoint:
     """Models as they were when the first forward of a step began.
 
@@ -53,11 +82,12 @@ class RestorePoint:
         has_optimizers: Their steps end a step; else its judgement does.
 
     Attributes:
-        starts: The beginning of each model.
+        starts: The beginning of each model, and of each module around them.
     """
 
     def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
         self._has_optimizers = has_optimizers
+        self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by functions
         self.starts = [ModelRestorePoint(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
         self._num_kept = 0
@@ -88,11 +118,37 @@ class RestorePoint:
                 if graph_task_id() < 0:  # else a backward computes it again
                     start.begin_forward()
 
-    def before_run(self) -> None:
-        """Keeps all models, where a function begins that calls them."""
+    def before_run(self, around: Mapping[str, nn.Module]) -> None:
+        """Keeps all models, where a function begins that calls them.
+
+        Args:
+            around: Further modules that it may call, by their names in it.
+        """
+        for name, module in around.items():
+            if module not in self._seen and self._is_kept(module):
+                self.starts = [each for each in self.starts if each.model is not None]
+                self.starts.append(ModelRestorePoint(_Around(name, module)))
+            self._seen.add(module)
         for start in self.starts:
             if not (start.is_firm or is_recorded()):
                 start.take(is_firm=True)
+
+    def after_run(self) -> None:
+        """Notes what the function has written to modules around the models."""
+        for start in self.starts:
+            if start not in self._of_watch.values():
+                start.end_forward()
+
+    def _is_kept(self, module: nn.Module) -> bool:
+        """True for a small module that its forward may change, and no part of models."""
+        own = set(modules_in(module))
+        models = [each.model for each in self.starts if each.model is not None]
+        if any(not own.isdisjoint(modules_in(model)) for model in models):
+            return False
+        buffers = list(buffers_of(module))
+        may_change = bool(buffers) or any(writes_of(each).attributes for each in own)
+        size = sum(map(num_bytes, (*parameters_of(module), *buffers)))
+        return may_change and size <= _MAX_AROUND
 
     def after_forward(self, watch: Watched) -> None:
         """Notes what the forward has written to."""
