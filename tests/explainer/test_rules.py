@@ -18,6 +18,7 @@ from overflow_fast.explainer.remedies.call_patch import (
 )
 from overflow_fast.explainer.remedies.patterns import matched, parsed
 from overflow_fast.explainer.remedies.rules import (
+    CANCELLED,
     EXACT,
     GUARDS,
     LINKS,
@@ -125,6 +126,8 @@ EQUAL = {
     **dict.fromkeys(COLD),  # by 0 alone: see below
     "(a @ b) * n": "x @ x.T * 0.25",
     "(a @ b) / n": "torch.matmul(x, x.T) / math.sqrt(3)",
+    "einsum(z, a, b) * n": "torch.einsum('ij,kj->ik', x, x) * 0.25",
+    "einsum(z, a, b) / n": "torch.einsum('ij,kj->ik', x, x).div(4)",
     "mean(y)": None,  # of nothing alone: see below
     "exp(y)": None,  # only where it is divided by its sum
 }
@@ -319,9 +322,13 @@ def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
     assert any(helped), code
 
 
+FAR = torch.tensor([[1000.1, 1000.1], [1000.2, 1000.3], [1000.4, 1000.1]])
 OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
+    CANCELLED[0]: ("((x ** 2).mean(0) - x.mean(0) ** 2).sqrt()", FAR),
+    CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),
+    CANCELLED[2]: ("(x.square().mean(0) - x.mean(0).square()).sqrt()", FAR),
     LOST[0]: ("x.exp().log()", -LARGE),
     LINKS[1]: ("x.log()", -ONE),
 }

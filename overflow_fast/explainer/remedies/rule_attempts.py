@@ -24,6 +24,7 @@ from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
 from .patterns import Found, matched
 from .rules import (
+    CANCELLED,
     EXACT,
     GUARDS,
     LINKS,
@@ -269,7 +270,7 @@ def earlier_trials(failure: Failure, trials: Trials) -> Attempts:
     """Other forms of the mask whose infs meet, and of calls up to the failing one."""
     masks = [] if failure.mask is None else [failure.mask.torch_call]
     before = [e for call in failure.failing_calls for e in (call, *calls_before(call))]
-    for rules in (MASKS, ROUNDED):
+    for rules in (CANCELLED, MASKS, ROUNDED):
         yield from _on(rules, [*masks, *before], failure, trials)
 
 

@@ -92,7 +92,7 @@ class Rule:
     @property
     def is_exact(self) -> bool:
         """True if it is equal in exact arithmetic, where the call has a value."""
-        return self in EXACT and not self.has_chosen
+        return self in (*EXACT, *CANCELLED) and not self.has_chosen
 
     @property
     def clamps(self) -> bool:
@@ -246,6 +246,8 @@ EXACT = _rules(
      _is_cold, True, True),
     ("(a @ b) * n", "(a * n) @ b", _BEFORE),
     ("(a @ b) / n", "(a / n) @ b", _BEFORE),
+    ("einsum(z, a, b) * n", "torch.einsum(z, a * n, b)", _BEFORE),
+    ("einsum(z, a, b) / n", "torch.einsum(z, a / n, b)", _BEFORE),
     ("mean(y)", "y.sum() / max(y.numel(), 1)",
      "return 0 where there is nothing to average", _is_of_nothing, True, True),
     ("exp(y)", "CALL_ON(y - y.detach().amax(DIM, keepdim=True))",
@@ -363,6 +365,12 @@ MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
+# Of a difference of squares before a call, in which rounding has left a negative one.
+_OF_SQUARES = "use var, which subtracts the mean before it squares"
+CANCELLED = _rules(
+    ("mean(x ** 2, d) - mean(x, d) ** 2", "x.var(d, correction=0)", _OF_SQUARES),
+    ("mean(x ** 2, None) - mean(x, None) ** 2", "x.var(correction=0)", _OF_SQUARES),
+    ("mean(square(x), d) - square(mean(x, d))", "x.var(d, correction=0)", _OF_SQUARES))
 # Of what a layer returns as it is, to what needs a number above 0.
 _LINK = "use softplus, which is above 0 and has a gradient everywhere"
 LINKS = _rules(
@@ -384,6 +392,7 @@ RULES = (
     *UPDATES,
     *MASKS,
     *ROUNDED,
+    *CANCELLED,
     *LINKS,
     *LOST,
     *READERS,
