@@ -82,8 +82,10 @@ def _edit(root: TorchCall, found: Found) -> Edit:
     site, made = root.sites[0], root.operands[0].call
     source = SourceText.of(site.file)
     name = operand_of(root, 0, node_at(site))
-    around = source.around(name) if isinstance(name, ast.Name) else ()
-    scope = next((e for e in around if isinstance(e, ast.FunctionDef)), None)
+    if not isinstance(name, ast.Name):
+        raise NotWrittenError("it has no name")
+    functions = (e for e in source.around(name) if isinstance(e, ast.FunctionDef))
+    scope = next(functions, None)
     stores = [n for n in source.stores if n.id == name.id and _is_in(source, n, scope)]
     assigned = source.parents[stores[0]] if len(stores) == 1 else None
     if not isinstance(assigned, ast.Assign) or len(assigned.targets) > 1:

@@ -140,7 +140,7 @@ class RestorePoint:
                 start.end_forward()
 
     def _is_kept(self, module: nn.Module) -> bool:
-        """True for a small module that its forward may change, and no part of models."""
+        """True for a small module, apart from models, that its forward may change."""
         own = set(modules_in(module))
         models = [each.model for each in self.starts if each.model is not None]
         if any(not own.isdisjoint(modules_in(model)) for model in models):
