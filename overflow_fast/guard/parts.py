@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import _C
 from ..base.modules import modules_in
 from ..detector.coverage import warn_of_asking, warn_of_scripted
 from ..detector.selection import Selection, Wanted
@@ -53,10 +54,13 @@ from .optimizers.optimizer_hook import OptimizerHook, living, outermost
 from .overhead import OverheadTimer
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
+from .report.entry_words import what_of
 from .report.report import NonFiniteError, Report
 from .requests.requests import Requests
 from .step_clock import StepClock
 from .undo.restore_point import RestorePoint
+from .verdict.attribution import bad_entry
+from .verdict.bad_frames import BadFrame
 from .verdict.rules import Rules
 from .watching.missed_steps import ENOUGH
 from .watching.watch import ModelWatch, models_of
@@ -164,6 +168,7 @@ class GuardParts:
             watch.needs_buffers = is_restored
             watch.on_left = self._on_left
             watch.on_missed = self._warn_of_missed_steps
+            watch.on_left_out = self._warn_of_steps_left_out
             watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
@@ -404,6 +409,21 @@ class GuardParts:
             "the model" if watch.model is None else type(watch.model).__name__,
             ENOUGH,
             f"it was given {own}" if own else none,
+        )
+
+    def _warn_of_steps_left_out(self, watch: ModelWatch, frame: _C.Frame) -> None:
+        """Says that the program makes no step, where its values are non-finite."""
+        if not self.is_enabled:
+            return
+        bad = BadFrame(watch, frame)
+        _log.warning(
+            "%d forwards ran and no step was made, in most of them values are "
+            "non-finite: first %s, in forward %d (from 0).\nIf the program leaves out "
+            "such steps by itself, it learns nothing meanwhile: `guard.check()` in one "
+            "of them reports why. Logged once.",
+            watch.frames.num_unjudged,
+            what_of(bad_entry(bad, bad.bad_entries[0])),
+            frame.batch,
         )
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:

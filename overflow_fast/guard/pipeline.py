@@ -509,6 +509,8 @@ class Pipeline:
         has cleared what it had computed.
         """
         frames = unit.frames
+        for watch in self.collector.watches:
+            watch.note_given_up()
         is_cleared = all(e.frame.order <= e.watch.num_given_up for e in frames)
         if not (is_cleared and self._watches_gradients):
             return

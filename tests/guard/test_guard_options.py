@@ -17,7 +17,7 @@ from guarding import (
 )
 from torch import nn
 
-from overflow_fast import OverflowGuard
+from overflow_fast import NonFiniteError, OverflowGuard
 from overflow_fast.guard.overhead import OverheadTimer
 from overflow_fast.guard.report.cost import Cost
 from overflow_fast.guard.watching import unjudged_frames
@@ -296,6 +296,45 @@ def test_a_guard_that_judges_no_forward_says_so(caplog, monkeypatch, as_kept):
             train_step(model, optimizer, batch)
     (record,) = caplog.records
     as_kept(record.getMessage())
+
+
+def leave_out(model, optimizer, scales):
+    """A loop that makes no step where a gradient is bad, as own loss scalers do."""
+    for (x, y), scale in zip(batches(len(scales)), scales, strict=True):
+        loss = model(x, y=y)["loss"]
+        optimizer.zero_grad()
+        (scale * loss).backward()
+        gradients = [p.grad for p in model.parameters()]
+        if all(bool(each.isfinite().all()) for each in gradients):
+            optimizer.step()
+
+
+def test_steps_that_the_program_leaves_out_are_told_where_they_are_many(
+    caplog, monkeypatch, as_kept
+):
+    monkeypatch.setattr(unjudged_frames, "MANY_LEFT_OUT", 6)
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer) as guard:
+        leave_out(model, optimizer, [1.0, 1.0, INF, INF, INF, INF, 1.0])
+        assert not caplog.records
+        leave_out(model, optimizer, [1.0] * 2 + [INF] * 20)
+        (record,) = caplog.records
+        as_kept(record.getMessage())
+        with pytest.raises(NonFiniteError, match="grad_output"):
+            guard.check()
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_gradients_of_many_forwards_are_added_up_without_a_word(
+    caplog, monkeypatch, bad
+):
+    monkeypatch.setattr(unjudged_frames, "MANY_LEFT_OUT", 6)
+    model, optimizer = make()
+    with OverflowGuard(model, optimizer, on_overflow="skip"):
+        for i, (x, y) in enumerate(batches(20)):
+            (model(x, y=y)["loss"] * (INF if i < bad else 1.0)).backward()
+        assert not caplog.records
+        optimizer.step()
 
 
 def test_evaluations_are_judged_without_anybody(model, caplog, monkeypatch):

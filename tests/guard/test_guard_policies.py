@@ -395,7 +395,9 @@ def test_a_handler_that_is_interrupted_leaves_nothing_behind(where, kind):
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("clears", ["before the forward", "in the handler"])
+@pytest.mark.parametrize(
+    "clears", ["before the forward", "behind the forward", "in the handler"]
+)
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_a_batch_that_the_loop_gives_up_is_no_part_of_the_next_step(policy, clears):
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
@@ -406,6 +408,8 @@ def test_a_batch_that_the_loop_gives_up_is_no_part_of_the_next_step(policy, clea
                 optimizer.zero_grad()
             try:
                 loss = model(torch.ones(3, 2)).sum() * factor
+                if clears == "behind the forward":
+                    optimizer.zero_grad()
                 loss.backward()
                 if not loss.isfinite():
                     raise FloatingPointError("own")

@@ -17,6 +17,9 @@ MAX_IN_FLIGHT = 64
 _MAX_FORWARDS_UNSENT = 64  # more take memory, fewer a copy more often; chosen
 # More than anybody accumulates gradients over: fewer would warn without a reason.
 _MANY_UNJUDGED = 1000
+# More than a loss scale takes from 2**32 down to where gradients are finite: who leaves
+# out more steps in a row learns nothing.
+MANY_LEFT_OUT = 32
 _log = logging.getLogger("overflow_fast")
 
 
@@ -31,6 +34,7 @@ class UnjudgedFrames:
     Attributes:
         before: The frames in front of the first bad one.
         captured_tensors: What the recorder has kept of the first bad call.
+        num_unjudged: The forwards of training since the last judgement.
     """
 
     def __init__(
@@ -47,13 +51,13 @@ class UnjudgedFrames:
         self._lock = Lock()
         self._sends_judged = 0
         self._forwards = 0
-        self._unjudged = 0
+        self.num_unjudged = 0
         self._is_told = False
 
     @property
     def is_in_step(self) -> bool:
         """True if a forward of training has ended since the last judgement."""
-        return self._unjudged > 0
+        return self.num_unjudged > 0
 
     def is_first_told(self) -> bool:
         """True at the first call: that nobody judges what runs is said once."""
@@ -63,8 +67,8 @@ class UnjudgedFrames:
     def note_forward(self, is_training: bool) -> None:
         """Counts a forward, and sends its stats unless its optimizer's step will."""
         self._forwards += 1
-        self._unjudged += is_training
-        if self._unjudged == _MANY_UNJUDGED and self.is_first_told():
+        self.num_unjudged += is_training
+        if self.num_unjudged == _MANY_UNJUDGED and self.is_first_told():
             _log.warning(
                 "%d forwards ran, and none was judged.\nGive the guard the optimizer "
                 "that steps, or call `check()` after each step.",
@@ -72,6 +76,21 @@ class UnjudgedFrames:
             )
         if not is_training or self._forwards >= _MAX_FORWARDS_UNSENT:
             self.send()
+
+    def first_of_left_out(self) -> _C.Frame | None:
+        """The first bad frame, where many forwards were bad and no step was judged.
+
+        None else, and behind the first time. Incurs the sync once in so many forwards.
+        """
+        if self._is_told or not self.num_unjudged or self.num_unjudged % MANY_LEFT_OUT:
+            return None
+        self.send()
+        self.receive(is_lagged=False)
+        self._take(lambda frame: False)  # all stay
+        num_bad = len({frame.batch for frame in self._bad})
+        if 2 * num_bad < MANY_LEFT_OUT or not self.is_first_told():
+            return None
+        return self._bad[0]
 
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
@@ -153,7 +172,7 @@ class UnjudgedFrames:
 
     def end_request(self) -> None:
         """Forgets what belongs to a request that was judged."""
-        self._unjudged = 0
+        self.num_unjudged = 0
         self._recorder.forget_calls(True)
 
     def _is_evaluated(self, frame: _C.Frame) -> bool:
@@ -188,7 +207,7 @@ class UnjudgedFrames:
         Returns:
             True if no stat and no bad frame of the step is left.
         """
-        self._unjudged = 0
+        self.num_unjudged = 0
         self._recorder.end_step()
         self._recorder.restart_row()
         self._recorder.clear_history()

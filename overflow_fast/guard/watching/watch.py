@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import buffers_of, first_parameter_of, is_sharded
+from ...base.modules import buffers_of, is_sharded
 from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
@@ -61,6 +61,14 @@ from .named_tensors import NamedTensors
 from .unjudged_frames import MAX_IN_FLIGHT, UnjudgedFrames
 
 MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
+
+
+def _gone() -> None:
+    """A weak reference to no tensor."""
+
+
+# The number of frames, and a gradient that was there then.
+_NONE_LEFT: tuple[int, Callable[[], torch.Tensor | None]] = -1, _gone
 
 
 def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,13 +109,15 @@ class ModelWatch(StepHooks):
         on_part: Called with a part of the model that the program calls without
             autograd, and its arguments: from its second call on, where it has a root.
         on_missed: Called once steps pass that nobody judges; see `MissedSteps`.
+        on_left_out: Called once many forwards are bad, and no step was judged, with the
+            first bad frame.
         on_left: Called with the exception that has left an outermost forward; returns
             True if it is another guard's report of it.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
             were finite in the step is not known.
         needs_buffers: The forwards of a model with buffers have to be announced.
-        num_given_up: The number of frames when a later forward of the step began and no
-            gradient of the earlier ones was left; -1 for none.
+        num_given_up: The number of frames when a later forward of the step began, of
+            whose gradients none was left then, or is left by now; -1 for none.
         is_served: The model is not trained: its requests list the weights that were
             written to since one before.
         judges_requests: All forwards without autograd are judged as requests.
@@ -143,9 +153,10 @@ class ModelWatch(StepHooks):
         self.on_part: Callable[[nn.Module, Any, Any], None] = lambda *_: None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
+        self.on_left_out: Callable[[ModelWatch, _C.Frame], None] = lambda *_: None
         self._missed = MissedSteps()
         self.needs_buffers = self.judges_requests = self.is_served = False
-        self.num_given_up = -1
+        self.num_given_up, self._left = -1, _NONE_LEFT
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
@@ -333,11 +344,26 @@ class ModelWatch(StepHooks):
 
         If a backward ran before, the loop has given up what it had computed.
         """
-        first = first_parameter_of(model)
-        if first is not None and first.grad is not None:
-            return  # of most steps of several forwards
-        if all(each.grad is None for each in self.tensors.parameters(model, True)[1]):
-            self.num_given_up = _C.Recorder.num_frames()
+        self.note_given_up()
+        parameters = self.tensors.parameters(model, True)[1]
+        held = next((e.grad for e in parameters if e.grad is not None), None)
+        reference = _gone if held is None else weakref.ref(held)
+        self._left = _C.Recorder.num_frames(), reference
+        if held is None:
+            self.note_given_up()
+
+    def note_given_up(self) -> None:
+        """Notes whether a gradient that a forward has met is gone, or another tensor.
+
+        What backward adds up stays the same tensor.
+        """
+        (num, reference), model = self._left, self.model
+        if num < 0 or model is None:
+            return
+        gradient = reference()
+        parameters = self.tensors.parameters(model, True)[1]
+        if gradient is None or all(each.grad is not gradient for each in parameters):
+            self.num_given_up, self._left = num, _NONE_LEFT
 
     @_isolated
     def before_entry(
@@ -397,6 +423,9 @@ class ModelWatch(StepHooks):
     def _send(self) -> None:
         is_in_step = self.is_in_step
         self.frames.note_forward(is_in_step)
+        first = self.frames.first_of_left_out() if is_in_step else None
+        if first is not None:
+            self.on_left_out(self, first)
         if is_in_step:
             self._missed.end_forward(self.model)
 
@@ -449,7 +478,7 @@ class ModelWatch(StepHooks):
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
         self._missed.restart()
-        self.num_given_up = -1
+        self.num_given_up, self._left = -1, _NONE_LEFT
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
