@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from ..base.modules import module_of_parameter
-from ..base.text import numbered
+from ..base.text import numbered, some
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BETWEEN_FORWARDS, IN_LOOP, SEEN_IN_BACKWARD
 from ..guard.report.gist import call_text
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
+from .bounds import least_divisor
 from .call_growth import CallGrowth, growth_of, leap_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
@@ -55,6 +56,7 @@ from .tensor_kinds import (
 from .trace_back import RootOp
 from .users_lines import op_at, place_text, programs_line
 
+_FEW = 4  # names in a sentence; chosen
 _CAUSES = {
     RANGE: causes.RANGE_OVERFLOW.name,
     TOO_LARGE: causes.RANGE_OVERFLOW.name,
@@ -173,6 +175,9 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         _add_growth(found, growth_of(op, ops))
         leap = None if found.reason else leap_before(op)
         found.reason = found.reason if leap is None else _leap_text(leap)
+        least = least_divisor(torch.float32)
+        if not found.reason and op.divisor is not None and op.divisor < least:
+            found.reason = f"it divides by {op.divisor:.3g}"
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)
@@ -409,11 +414,14 @@ def first_bad_weight(
         if kind in kinds and within in (None, name, module_of_parameter(name))
     ]
     _, bad = sizes_and_bad([(name, each) for _, name, each in named], masks)
-    for kind, name, tensor in named:
-        if name in bad:
-            what = _counts(tensor, names_rows=True)
-            return _explain_weight(kind, name, what, is_alone)
-    return None
+    found = [each for each in named if each[1] in bad]
+    if not found:
+        return None
+    (kind, name, tensor), *others = found
+    names = some([each[1] for each in others], _FEW)
+    as_did = f", as did {names}" if others else ""
+    what = _counts(tensor, names_rows=True)
+    return _explain_weight(kind, name, what, is_alone, as_did)
 
 
 def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:

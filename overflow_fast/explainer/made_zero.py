@@ -7,9 +7,10 @@ that the last of them was given where its result is not finite:
 2. What these operations have read for them is known of those that compute each element
    by itself. Any other is run again in float64, on numbers a little off: what the
    gradient of its result reaches is what it has read (`read_for`).
-3. An operation that has made zeros of other numbers ends the walk, and a text says how
-   (`_Walk._made`). Else all that it has read is 0, or is nearly the number below 0, and
-   the walk goes on there; up to a weight or an input, which is named.
+3. An operation that has made zeros of other numbers ends the walk, or a difference that
+   has made a number below 0, and a text says how (`_Walk._made`). Else all that it has
+   read is 0, or one part of it is below 0 as its result is, and the walk goes on there;
+   up to a weight or an input, which is named.
 
 There is a text only where it holds for all of the numbers. Where a part of the way is
 not known, as where memory is no longer held, there is none.
@@ -26,6 +27,7 @@ import torch
 from ..base.torch_ops import has, is_sum
 from ..guard.report.gist import spoken_name, sum_text, told_number
 from .budget import Budget
+from .leaves import Leaf
 from .memory import TapedTensor
 from .op_call import OpCall
 from .op_table import OpTable
@@ -116,21 +118,32 @@ class _Walk:
         )
 
     def _given(self, numbers: Numbers) -> list[Maker]:
-        """Names the weight or the input that holds one number throughout."""
+        """Names the weight or the input that holds one number, or those below 0."""
         name = self._name_of(numbers) if numbers.is_one else ""
-        return [Maker(None, numbers, f"{name} is {numbers.spoken}")] if name else []
+        if name:
+            return [Maker(None, numbers, f"{name} is {numbers.spoken}")]
+        leaf, least = self._leaf_of(numbers), float(numbers.values.min())
+        if leaf is None or least >= 0:
+            return []
+        text = f"`{leaf.name}` has numbers below 0 there, down to {told_number(least)}"
+        return [Maker(None, numbers, text)]
 
     def _name_of(self, numbers: Numbers) -> str:
         """The weight or the input that numbers are of, with their index, or ""."""
-        leaf = self._table.leaf_of(numbers.tensor.value)
-        if numbers.tensor.contents.is_made or leaf is None or leaf.tensor is None:
+        leaf = self._leaf_of(numbers)
+        if leaf is None or leaf.tensor is None:
             return ""
         own = leaf.tensor
-        if own.dtype != numbers.tensor.dtype:
-            return ""
         place = own.shape, own.stride(), int(own.storage_offset())
         index = index_text(numbers.within(*place))
         return "" if index is None else f"`{leaf.name}{index}`"
+
+    def _leaf_of(self, numbers: Numbers) -> Leaf | None:
+        """The weight or the input that numbers are of, or None."""
+        leaf = self._table.leaf_of(numbers.tensor.value)
+        if numbers.tensor.contents.is_made or leaf is None or leaf.tensor is None:
+            return None
+        return leaf if leaf.tensor.dtype == numbers.tensor.dtype else None
 
     def _made(self, op: OpCall, made: Numbers) -> list[Maker]:
         """Finds what has made the numbers that an operation has written."""
@@ -151,10 +164,7 @@ class _Walk:
         if cancelled is not None:
             return [cancelled]
         if not made.is_zero:
-            near = [each for each in given if _is_near(each.values, made.values)]
-            only = near if len(given) > 1 and is_each(op) else given
-            is_one = len(only) == 1 and len(only[0].at) == 1
-            return self.makers(only[0], op) if is_one else []
+            return self._below_zero(op, made, given)
         if has(op.base, "bilinear") and is_each(op) and len(given) == 2:
             return self._product(op, made, given)
         if op.base in ("prod", "cumprod") and not bool(given[0].values.all()):
@@ -165,6 +175,42 @@ class _Walk:
         if len(zeros) < len(given) or has(op.base, "product"):
             return next(filter(None, (self.makers(each, op) for each in zeros)), [])
         return _together([self.makers(each, op) for each in zeros])
+
+    def _below_zero(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> list[Maker]:
+        """Goes on to the one part below 0, or ends with a difference of two numbers."""
+        near = [each for each in given if _is_near(each.values, made.values)]
+        if len(near) == 1 and (is_each(op) or len(given) == 1):
+            return self.makers(near[0], op)
+        lower = [e.of(e.values < 0) for e in given if bool((e.values < 0).any())]
+        operands = self._operands(op, made, given) if len(made.at) == 1 else None
+        if operands is not None:
+            one, other = (float(each[0]) for each in operands)
+            sign = "-" if has(op.base, "difference") else "+"
+            if sign == "-" and other > 0:
+                rest = told_number(float(made.values))
+                held = [self._held_at(each, op) for each in given]
+                of = f", of {' and '.join(held)}" if all(held) else ""
+                text = f"{sum_text(one, other, sign)} is {rest}{self._line(op)}{of}"
+                return [Maker(op, made, text)]
+        is_factor = has(op.base, "bilinear") or has(op.base, "divides")
+        is_passed = has(op.base, "linear") or (is_factor and is_each(op))
+        is_passed |= _are_among(made.values, [each.values for each in given])
+        is_passed |= operands is not None
+        return self.makers(lower[0], op) if is_passed and len(lower) == 1 else []
+
+    def _held_at(self, number: Numbers, reader: OpCall) -> str:
+        """The weight or the input that a number was copied from, with its index."""
+        for _ in range(_MOST_OPS):
+            op, part = writers_of(number, reader)[0]
+            if op is None:
+                return self._name_of(part)
+            given = read_for(op, part) or []
+            if len(given) != 1 or not torch.equal(given[0].values, part.values):
+                return ""
+            number, reader = given[0], op
+        return ""
 
     def _product(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
@@ -197,20 +243,10 @@ class _Walk:
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
     ) -> Maker | None:
         """Tells of operands that are equal, or that rounding alone keeps apart."""
-        is_difference = has(op.base, "difference")
-        is_sum = is_difference or op.base.rstrip("_") == "add"
-        if not is_sum or not is_each(op) or op.kwargs.get("alpha", 1) != 1:
+        operands = self._operands(op, made, given)
+        if operands is None:
             return None
-        by_tensor = {id(each.tensor): each.values for each in given}
-        numbers = [
-            by_tensor.get(id(op.given.get(id(each))))
-            if isinstance(each, torch.Tensor)
-            else torch.full_like(made.values, each)
-            for each in op.args
-        ]
-        one, other = numbers if op.base != "rsub" else numbers[::-1]
-        if one is None or other is None:
-            return None
+        is_difference, (one, other) = has(op.base, "difference"), operands
         largest = torch.maximum(one.abs(), other.abs())
         least = _BELOW_ROUNDING * torch.finfo(made.tensor.dtype).eps * largest
         is_lost = bool((made.values.abs() <= least).all())
@@ -228,6 +264,23 @@ class _Walk:
             return None
         are_made = len(given) == 2 and all(e.tensor.contents.is_made for e in given)
         return Maker(op, made, text, first if are_made else ())
+
+    def _operands(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The numbers on both sides of a sum or a difference; None for others."""
+        is_sum = has(op.base, "difference") or op.base.rstrip("_") == "add"
+        if not is_sum or not is_each(op) or op.kwargs.get("alpha", 1) != 1:
+            return None
+        by_tensor = {id(each.tensor): each.values for each in given}
+        numbers = [
+            by_tensor.get(id(op.given.get(id(each))))
+            if isinstance(each, torch.Tensor)
+            else torch.full_like(made.values, each)
+            for each in op.args
+        ]
+        one, other = numbers if op.base != "rsub" else numbers[::-1]
+        return None if one is None or other is None else (one, other)
 
     def _equal_text(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> str:
         """Tells that two operands are equal, and so are the inputs they are made of."""
@@ -345,7 +398,12 @@ def _together(parts: Sequence[list[Maker]]) -> list[Maker]:
 
 
 def _is_near(values: torch.Tensor, number: torch.Tensor) -> bool:
-    return len(values) == 1 and bool(abs(values - number) <= _NEAR * abs(number))
+    is_one = len(values) == len(number) == 1
+    return is_one and bool(abs(values - number) <= _NEAR * abs(number))
+
+
+def _are_among(some: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return bool(torch.isin(some, torch.cat([each.flatten() for each in others])).all())
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

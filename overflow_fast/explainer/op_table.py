@@ -16,6 +16,7 @@ noted where it is finite), who returned it unwritten (`_empty`), what was scanne
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,8 @@ _MAX_SOURCES = 8
 _MOST_WRITERS = 32
 _MOST_UNDEFINED = 4
 _MAX_DETAILS = 48
-_NAMED = ("parameter", "buffer", "batch")  # leaves that a report names
+# Leaves that a report names.
+_NAMED = ("parameter", "buffer", "batch", "attribute", "weight", "object")
 # The sources of a tensor, its kinds and its size.
 _Read = list[tuple[list[Source], int, int]]
 
@@ -72,8 +74,8 @@ class OpTable(OpObserver):
         masked_modules: What wrote the -inf that are meant, of what modules were given
             or returned, by their names.
         kinds: Knows which kinds of non-finite values tensors hold.
-        undefined: The last operations whose results float64 cannot tell, each with
-            those that it depends on.
+        undefined: The first and the last operations whose results float64 cannot tell,
+            each with those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
         torch_calls: The torch calls that ran them, where these were recorded.
         carried: What the replay has read of bad values that the step itself may have
@@ -245,9 +247,14 @@ class OpTable(OpObserver):
             self._tape = None
 
     def forget_undefined(self, but: int = 0) -> None:
-        """Lets go of what undefined results depend on, but for so many, the last."""
+        """Lets go of what undefined results depend on, but for the first and the last.
+
+        Args:
+            but: How many are kept, one half of them the first.
+        """
         while len(self.undefined) > but:
-            for each in self.undefined.pop(next(iter(self.undefined))):
+            of_middle = next(itertools.islice(self.undefined, but // 2, None))
+            for each in self.undefined.pop(of_middle):
                 each.let_go()
 
     def on_module(self, name: str, values: Any, is_given: bool) -> None:

@@ -26,6 +26,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import told_apart
+from ..guard.report.op import TensorSummary
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .budget import Budget
 from .float64 import Float64Run, impossible
@@ -370,6 +371,12 @@ def explain_lost(lost: Lost, makers: Sequence[Maker], found: Explanation) -> Non
     if lost.op is not None:
         found.cause, found.lost_by = lost.cause, op_at(lost.op.name, lost.op.sites)
         found.lost_by.value = lost.own
+        found.lost_by.outputs = [
+            TensorSummary(
+                tuple(e.size), dtype=dtype_name(e.dtype), numel=e.size.numel()
+            )
+            for e in lost.op.results
+        ]
         if not lost.is_beyond:
             found.lost_by.true_value = lost.true
             if found.op is not None:

@@ -357,8 +357,13 @@ class Search:
             self._lost, self._has_tie = lost.op, lost.tie is not None
         if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
             texts = [*dict.fromkeys(each.text for each in makers)]
+            numbers = [] if found.op is None else found.op.operands
+            least = [float(each.made.values.min()) for each in makers]
             # Of an input below 0 the first line has the number, and no reason.
-            if any(each.op is not None or each.made.is_zero for each in makers):
+            if any(
+                e.op or not n or n not in numbers
+                for e, n in zip(makers, least, strict=True)
+            ):
                 found.reason = found.reason or " and ".join(texts)
             else:
                 found.evidence += texts

@@ -177,6 +177,29 @@ MADE = {
         lambda x, y: y / torch.tensor([1.0, -2.0, 1.0]).sum(),
         "sum of 3 numbers is 0, and not all of these are",
     ),
+    # A number below 0, by a difference, or of numbers that were below 0.
+    "a width": (
+        lambda x, y: ((x[:, 2] - x[:, 0]) / (2 + y.sigmoid()[:, 0].detach())).log(),
+        r"1 - 4 is -3, of `batch\[3, 2\]` and `batch\[3, 0\]`",
+        lambda: torch.tensor(
+            [[0.0, 1.0, 2.0]] * 3 + [[4.0, 0.0, 1.0], [0.0, 1.0, 2.0]]
+        ),
+    ),
+    "numbers less 3": (lambda x, y: (y - 3).sqrt(), r"0.752361 - 3 is -2.25"),
+    "what a loss gives less than its mean": (
+        lambda x, y: -2 * (y.exp()[0, 0] - y.exp().mean() - 1e3).rsqrt(),
+        r"[\d.]+ - 1000 is -[\d.]+|-[\d.]+ - 1000 is -[\d.]+",
+    ),
+    "a sum with signs": (
+        lambda x, y: torch.zeros(2).index_add(0, torch.arange(5) % 2, x[:, 0]) ** -0.5,
+        r"`batch\[3, 0\]` is -4",
+        lambda: with_row(-4.0),
+    ),
+    "a mean of many": (
+        lambda x, y: y / x.mean(0).sqrt(),
+        r"`batch` has numbers below 0 there, down to -3",
+        lambda: with_row(-4.0) - torch.tensor([[0.0], [3.0], [0.0], [-1.0], [0.0]]),
+    ),
     # By nothing in the step.
     "a row of the batch": (
         lambda x, y: (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1)),
@@ -215,7 +238,9 @@ SILENT = {
         torch.eye(5)[:, :3] @ (y.exp() * torch.tensor([0.0, 1.0, 1.0])).T
     ).log(),
     "a count": lambda x, y: y.mean() / torch.bincount(torch.arange(2), minlength=4),
-    "a layer's own number": lambda x, y: (y - 3).sqrt(),
+    "a layer's own number": lambda x, y: (0.1 * y - 1e-9).sqrt(),
+    "the other sign of a number": lambda x, y: (-y.exp()).sqrt(),
+    "two factors": lambda x, y: (-y.exp() * -y.exp() * -y.sigmoid()).log(),
     "three makers": lambda x, y: (
         torch.stack([y[0, 0] - y[0, 0], (-y.exp()).relu()[1, 0], y[0, 1] * 0])
         .norm()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ...base.text import error_line
+from ...base.torch_ops import base_of, has
 from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
@@ -164,6 +165,7 @@ _AT_POLE = (
     "The result is infinite in exact arithmetic, where no loss tells whether a number "
     "may stand in its place: none was tried."
 )
+_NOTHING = "0 / 0 is another number with it, and nothing tells whether the right one"
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 
@@ -397,9 +399,17 @@ class Trials:
         is_flat = bool(sizes) and not any(sizes.values())
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
         facts["moves_results"] = self._moved(applied, patches)
-        left = left or _near_zero(patches)
+        left = left or _near_zero(patches) or self._of_nothing(applied, result)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
+
+    def _of_nothing(self, applied: AppliedPatches, result: ReplayResult) -> str:
+        """What 0 / 0 becomes, where no loss tells whether it means that, or ""."""
+        op = self._failure.found.op
+        is_of_zeros = op is not None and len(op.operands) == 2 and not any(op.operands)
+        divides = is_of_zeros and op is not None and has(base_of(op.name), "divides")
+        is_judged = result.has_backward or self.truth is not None
+        return "" if is_judged or not divides or not applied.keys else _NOTHING
 
     @staticmethod
     def _moved(applied: AppliedPatches, patches: Sequence[Patch]) -> float | None:

@@ -28,6 +28,7 @@ from .op import Op
 
 BETWEEN = "between backward and the optimizer's step"
 _LEFT_OUT = "the forward leaves it out, and its gradient is not finite"
+_HALF = ("float16", "bfloat16")
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
 _LONGEST_REASON = 150  # characters; a longer clause ends at its first colon
 
@@ -203,7 +204,10 @@ def _change_text(lost: Op, op: Op | None) -> str:
         place = "" if op is not None and op.place == lost.place else _at(lost)
         true = told_number(lost.true_value)
         return f"{told_number(lost.value)}{place} (float64: {true})"
-    return ": {} became {}".format(*told_apart(lost.true_value, lost.value))
+    dtype = lost.outputs[0].dtype if lost.outputs else ""
+    narrow = f" in {dtype}" * (dtype in _HALF)
+    change = told_apart(lost.true_value, lost.value)
+    return ": {} became {}".format(*change) + narrow
 
 
 def _difference_text(lost: Op | None) -> str:
