@@ -150,6 +150,14 @@ def world(tmp_path):
     world.close()
 
 
+def in_a_library(w):
+    """Waits for a lock as code of an installed package does."""
+    code = "def hold(lock):\n    with lock:\n        pass"
+    own: dict = {}
+    exec(compile(code, str(Path(pytest.__file__).parent / "hold.py"), "exec"), own)
+    own["hold"](w.held)
+
+
 def with_a_lock(w):
     with w.held:
         pass
@@ -336,6 +344,7 @@ EFFECTS = {
         lambda w: w.held.acquire(),
         lambda w: w.held.acquire(timeout=9),
         with_a_lock,
+        in_a_library,
         with_an_item,
         with_what_a_function_returns,
     ],

@@ -12,7 +12,7 @@ import itertools
 import types
 from typing import Any, NamedTuple
 
-from ...base.text import is_of_program
+from ...base.text import is_of_program, is_of_user
 
 
 class Unseen:
@@ -33,7 +33,7 @@ _LOOPS = {
     for name, code in dis.opmap.items()
     if "JUMP_BACKWARD" in name or name == "JUMP_ABSOLUTE"
 }
-_LOOKED_AT = _WITH | _TAKES | _CALLS
+_WITH_CODES = {dis.opmap[name] for name in _WITH if name in dis.opmap}
 # What takes from an iterator without a call of a function that is seen.
 _TAKERS = {
     *(list, tuple, set, frozenset, dict, zip, enumerate, map, filter, reversed),
@@ -110,11 +110,21 @@ class _Places:
     def unseen(self) -> tuple[int, ...]:
         """The offsets where it may wait, or take from an iterator, unseen.
 
-        Libraries' code takes from iterators and waits for locks of its own.
+        Libraries' code takes from iterators of its own: there, only waits count. What
+        torch waits for is its own, too: nothing is told of `with` what a call has
+        returned.
         """
-        if not is_of_program(self._code.co_filename):
+        file = self._code.co_filename
+        is_programs, is_torchs = is_of_program(file), not is_of_user(file)
+        if not is_programs and _WITH_CODES.isdisjoint(self._code.co_code[::2]):
             return ()
-        return tuple(e.offset for e in self.own if e.opname in _LOOKED_AT)
+        names = _WITH | _TAKES | _CALLS if is_programs else _WITH
+        return tuple(
+            each.offset
+            for index, each in enumerate(self.own)
+            if each.opname in names
+            if not (is_torchs and self.source_before(index).kind == "")
+        )
 
     def source_before(self, index: int) -> _Source:
         """The source of the value that is made last before an instruction."""
