@@ -99,24 +99,27 @@ class HeldFunction:
         Also of those that are attributes of objects among them.
         """
         kinds, found = kinds_of_generators(), dict[int, Kept | None]()
-        for name, each in self._parts():
+        for name, each in self._parts:
             if issubclass(type(each), kinds) and id(each) not in found:
                 found[id(each)] = contents_of(name, each)
         return list(filter(None, found.values()))
 
     def modules(self) -> dict[str, nn.Module]:
         """The modules that its variables hold, or objects among them, by name."""
-        held = {n: each for n, each in self._parts() if isinstance(each, nn.Module)}
+        held = {n: each for n, each in self._parts if isinstance(each, nn.Module)}
         return held | self._modules
 
-    def _parts(self) -> Iterator[tuple[str, Any]]:
-        """Yields the objects that its variables hold, and their attributes."""
+    @functools.cached_property
+    def _parts(self) -> list[tuple[str, Any]]:
+        """The objects that its variables hold, and their attributes."""
         own = self._objects if self.plain else {**self._objects, "self": self.called}
+        found = list[tuple[str, Any]]()
         for name, held in own.items():
             value = held.__self__ if isinstance(held, types.MethodType) else held
-            yield name, value
-            for key, part in attributes(value) if is_state(value) else ():
-                yield f"{name}.{key}", part
+            found.append((name, value))
+            parts = attributes(value) if is_state(value) else ()
+            found += ((f"{name}.{key}", part) for key, part in parts)
+        return found
 
     def _hold(self, function: types.FunctionType, depth: int) -> None:
         """Holds the variables of a function, and of those of its module among them."""
