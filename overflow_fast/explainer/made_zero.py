@@ -70,7 +70,7 @@ def makers_of(op: OpCall, table: OpTable, budget: Budget) -> list[Maker]:
         table: The table, which holds it and what it depends on.
         budget: How long the walk may take.
     """
-    number = _failed(op) if op.is_taped and op.is_held else None
+    number = _failed(op)
     return [] if number is None else _Walk(table, op, budget).makers(number, op)
 
 

@@ -282,7 +282,8 @@ class OpCall:
     @property
     def is_held(self) -> bool:
         """True if all that it has read or written can be read still."""
-        return all(each.contents.is_held for each in self.taped)
+        is_taped = self.is_taped and self.num_holders > 0
+        return is_taped and all(each.contents.is_held for each in self.taped)
 
     def end(self) -> None:
         """Lets go of what it has returned, and of all unless others hold it.

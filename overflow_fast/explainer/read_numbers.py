@@ -99,7 +99,7 @@ def writers_of(numbers: Numbers, reader: OpCall) -> list[tuple[OpCall | None, Nu
     tensor, found = numbers.tensor, list[tuple[OpCall | None, Numbers]]()
     left = numbers.within(tensor.whole.shape, (1,), 0)
     for maker in reversed(reader.read_from):
-        if not (maker.num_holders and maker.is_held):
+        if not maker.is_held:
             break  # it may have written them
         for own in maker.results:
             if own.memory == tensor.memory and own.dtype == tensor.dtype:
@@ -145,7 +145,7 @@ def _gradients(
     at equal numbers a deviation has none. The gradient of a maximum reaches all numbers
     that are equal to it.
     """
-    is_exact = op.base in ("amax", "amin", "max", "min")
+    is_exact = op.base.removeprefix("a") in ("max", "min")
     own = torch.Generator(made.tensor.device).manual_seed(0)
 
     def off(tensor: torch.Tensor) -> torch.Tensor:

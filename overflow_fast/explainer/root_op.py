@@ -100,8 +100,11 @@ def new_places(
 
 
 def failed_place(op: OpCall) -> tuple[TapedTensor, Index] | None:
-    """The first result of a taped operation that is not finite, and where it is new."""
-    for own in op.results:
+    """The first result of an operation that is not finite, and where it is new.
+
+    None where it is not known, as of an operation that was not taped.
+    """
+    for own in op.results if op.is_held else ():
         if not bool(own.value.isfinite().all()):
             places = new_places(own.value, [each.value for each in op.given.values()])
             return None if places is None else (own, places[0])

@@ -412,7 +412,7 @@ class GuardParts:
         )
 
     def _warn_of_steps_left_out(self, watch: ModelWatch, frame: _C.Frame) -> None:
-        """Says that the program makes no step, where its values are non-finite."""
+        """Logs that the program makes no step, where its values are non-finite."""
         if not self.is_enabled:
             return
         bad = BadFrame(watch, frame)

@@ -348,7 +348,6 @@ def test_what_the_next_module_leaves_out_is_found_within_the_step(name):
     found = explained(model, lambda: model(x).square().mean())
     assert (found.phase, found.cause) == ("forward", "undefined")
     assert (found.op.name, found.op.file) == ("aten.log", __file__)
-    assert any("is finite all the same" in each for each in found.notes)
     assert found.sample is None  # it is of each
     for remedy in found.remedies:  # one that changes what is masked helps nothing
         if "leave values out" not in remedy.text:  # before it is masked

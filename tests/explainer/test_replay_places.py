@@ -219,10 +219,8 @@ def test_a_mask_is_named_where_it_makes_a_nan():
     found = explained(model, loss)
     assert found.op.name == "aten.mul.Tensor"
     assert "mask: aten.masked_fill" in found.evidence[0]
-    first, second = found.remedies[:2]
-    assert first.is_recommended and second.is_recommended
-    assert "scores.masked_fill(mask, -1e9)" in first.code
-    assert "logs.clamp(min=-1e9)" in second.code
+    first = found.remedies[0]
+    assert first.is_recommended and "scores.masked_fill(mask, -1e9)" in first.code
 
 
 def test_an_operation_within_vmap():

@@ -404,7 +404,7 @@ class Trials:
         return {**facts, "stops_gradient": stops}
 
     def _of_nothing(self, applied: AppliedPatches, result: ReplayResult) -> str:
-        """What 0 / 0 becomes, where no loss tells whether it means that, or ""."""
+        """A warning where 0 / 0 becomes a number that no loss judges, or ""."""
         op = self._failure.found.op
         is_of_zeros = op is not None and len(op.operands) == 2 and not any(op.operands)
         divides = is_of_zeros and op is not None and has(base_of(op.name), "divides")
