@@ -141,14 +141,13 @@ class RestorePoint:
 
     def _is_kept(self, module: nn.Module) -> bool:
         """True for a small module, apart from models, that its forward may change."""
-        own = set(modules_in(module))
-        models = [each.model for each in self.starts if each.model is not None]
-        if any(not own.isdisjoint(modules_in(model)) for model in models):
-            return False
-        buffers = list(buffers_of(module))
+        own, buffers = set(modules_in(module)), buffers_of(module)
         may_change = bool(buffers) or any(writes_of(each).attributes for each in own)
         size = sum(map(num_bytes, (*parameters_of(module), *buffers)))
-        return may_change and size <= _MAX_AROUND
+        if not may_change or size > _MAX_AROUND:
+            return False  # of most, before the models are walked through
+        models = [each.model for each in self.starts if each.model is not None]
+        return all(own.isdisjoint(modules_in(model)) for model in models)
 
     def after_forward(self, watch: Watched) -> None:
         """Notes what the forward has written to."""

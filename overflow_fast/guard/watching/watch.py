@@ -45,7 +45,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import buffers_of, is_sharded
+from ...base.modules import buffers_of, first_parameter_of, is_sharded
 from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
@@ -61,14 +61,6 @@ from .named_tensors import NamedTensors
 from .unjudged_frames import MAX_IN_FLIGHT, UnjudgedFrames
 
 MakeReader = Callable[[Sequence[str]], Callable[[_C.Place], int]]
-
-
-def _gone() -> None:
-    """A weak reference to no tensor."""
-
-
-# The number of frames, and a gradient that was there then.
-_NONE_LEFT: tuple[int, Callable[[], torch.Tensor | None]] = -1, _gone
 
 
 def _isolated(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,7 +148,10 @@ class ModelWatch(StepHooks):
         self.on_left_out: Callable[[ModelWatch, _C.Frame], None] = lambda *_: None
         self._missed = MissedSteps()
         self.needs_buffers = self.judges_requests = self.is_served = False
-        self.num_given_up, self._left = -1, _NONE_LEFT
+        self.num_given_up = -1
+        # The number of frames when a later forward of the step began, and a gradient
+        # that it has met.
+        self._met: tuple[int, weakref.ref[torch.Tensor]] | None = None
         self.is_abandoned: Callable[[], bool] = lambda: False
         self.is_of_request: Callable[[], bool] = lambda: False
         self.suppresses: Callable[[Exception], bool] = lambda error: False
@@ -345,25 +340,33 @@ class ModelWatch(StepHooks):
         If a backward ran before, the loop has given up what it had computed.
         """
         self.note_given_up()
-        parameters = self.tensors.parameters(model, True)[1]
-        held = next((e.grad for e in parameters if e.grad is not None), None)
-        reference = _gone if held is None else weakref.ref(held)
-        self._left = _C.Recorder.num_frames(), reference
-        if held is None:
-            self.note_given_up()
+        gradient, num = next(self._gradients(model), None), _C.Recorder.num_frames()
+        if gradient is None:
+            self.num_given_up = num
+        else:
+            self._met = num, weakref.ref(gradient)
 
     def note_given_up(self) -> None:
         """Notes whether a gradient that a forward has met is gone, or another tensor.
 
         What backward adds up stays the same tensor.
         """
-        (num, reference), model = self._left, self.model
-        if num < 0 or model is None:
+        model = self.model
+        if self._met is None or model is None:
             return
+        num, reference = self._met
         gradient = reference()
-        parameters = self.tensors.parameters(model, True)[1]
-        if gradient is None or all(each.grad is not gradient for each in parameters):
-            self.num_given_up, self._left = num, _NONE_LEFT
+        if gradient is None or all(e is not gradient for e in self._gradients(model)):
+            self.num_given_up, self._met = num, None
+
+    def _gradients(self, model: nn.Module) -> Iterator[torch.Tensor]:
+        """Yields the gradients that there are; of the first one, no list is made."""
+        first = first_parameter_of(model)
+        if first is not None and first.grad is not None:
+            yield first.grad
+        for each in self.tensors.parameters(model, True)[1]:
+            if each.grad is not None:
+                yield each.grad
 
     @_isolated
     def before_entry(
@@ -478,7 +481,7 @@ class ModelWatch(StepHooks):
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
         self._missed.restart()
-        self.num_given_up, self._left = -1, _NONE_LEFT
+        self.num_given_up, self._met = -1, None
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
 
     def name_at(self, index: int) -> str:
