@@ -417,10 +417,10 @@ class GuardParts:
             return
         bad = BadFrame(watch, frame)
         _log.warning(
-            "%d forwards ran and no step was made, in most of them values are "
+            "%d forwards ran and no step was judged, in most of them values are "
             "non-finite: first %s, in forward %d (from 0).\nIf the program leaves out "
-            "such steps by itself, it learns nothing meanwhile: `guard.check()` in one "
-            "of them reports why. Logged once.",
+            "such steps by itself, it learns nothing meanwhile: `guard.check()` "
+            "reports the one at hand. Logged once.",
             watch.frames.num_unjudged,
             what_of(bad_entry(bad, bad.bad_entries[0])),
             frame.batch,

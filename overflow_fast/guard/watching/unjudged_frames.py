@@ -82,7 +82,7 @@ class UnjudgedFrames:
 
         None else, and behind the first time. Incurs the sync once in so many forwards.
         """
-        if self._is_told or not self.num_unjudged or self.num_unjudged % MANY_LEFT_OUT:
+        if self._is_told or self.num_unjudged % MANY_LEFT_OUT:
             return None
         self.send()
         self.receive(is_lagged=False)
