@@ -211,6 +211,7 @@ def _ambient(saved: SavedAmbient) -> Ambient:
     ambient = Ambient.__new__(Ambient)
     random = saved.random.items()
     ambient.random = RandomStates.of({n: s for n, s in random if _is_here(n)})
+    ambient.generators = ()  # the program's own are not saved
     ambient.training = saved.training
     ambient.autocast = [
         each for each in saved.autocast if torch.amp.is_autocast_available(each[0])

@@ -147,14 +147,18 @@ class _Walk:
 
     def _made(self, op: OpCall, made: Numbers) -> list[Maker]:
         """Finds what has made the numbers that an operation has written."""
-        self._left -= 1
-        may_go_on = self._left >= 0 and self._budget.has_time
-        given = read_for(op, made) if may_go_on else None
+        given = self._read(op, made)
         if given is None:
             return []
         found = self._by(op, made, given)
         is_of_torch = op.in_backward and not op.custom  # and no line has it
         return [] if is_of_torch and any(each.op is op for each in found) else found
+
+    def _read(self, op: OpCall, made: Numbers) -> list[Numbers] | None:
+        """The numbers that an operation has read, as long as the walk may go on."""
+        self._left -= 1
+        may_go_on = self._left >= 0 and self._budget.has_time
+        return read_for(op, made) if may_go_on else None
 
     def _by(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> list[Maker]:
         """Ends the walk with an operation, or goes on to what it was given."""
@@ -202,15 +206,12 @@ class _Walk:
 
     def _held_at(self, number: Numbers, reader: OpCall) -> str:
         """The weight or the input that a number was copied from, with its index."""
-        for _ in range(_MOST_OPS):
-            op, part = writers_of(number, reader)[0]
-            if op is None:
-                return self._name_of(part)
-            given = read_for(op, part) or []
-            if len(given) != 1 or not torch.equal(given[0].values, part.values):
-                return ""
-            number, reader = given[0], op
-        return ""
+        op, part = writers_of(number, reader)[0]
+        if op is None:
+            return self._name_of(part)
+        given = self._read(op, part) or []
+        is_copied = len(given) == 1 and torch.equal(given[0].values, part.values)
+        return self._held_at(given[0], op) if is_copied else ""
 
     def _product(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
@@ -242,7 +243,7 @@ class _Walk:
     def _cancelled(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
     ) -> Maker | None:
-        """Tells of operands that are equal, or that rounding alone keeps apart."""
+        """Finds operands that are equal, or that rounding alone keeps apart."""
         operands = self._operands(op, made, given)
         if operands is None:
             return None
@@ -283,7 +284,7 @@ class _Walk:
         return None if one is None or other is None else (one, other)
 
     def _equal_text(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> str:
-        """Tells that two operands are equal, and so are the inputs they are made of."""
+        """Writes which operands are equal, and which inputs they are made of."""
         one, other = given[0], given[-1]
         is_same = op.args[0] is op.args[1] or (
             one.tensor.memory == other.tensor.memory
@@ -343,7 +344,7 @@ class _Walk:
     def _of_others(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
     ) -> list[Maker]:
-        """Tells how an operation has made zeros of numbers none of which is 0."""
+        """Writes how an operation has made zeros of numbers none of which is 0."""
         if len(given) > 1:
             return []
         read, num = given[0], len(given[0].at)
@@ -366,7 +367,7 @@ class _Walk:
         return [Maker(op, made, text)]
 
     def _written(self, op: OpCall, made: Numbers) -> list[Maker]:
-        """Tells of zeros that an operation has made of no number that it was given."""
+        """Writes how an operation has made zeros of no number that it was given."""
         it = "that 0" if len(made.at) == 1 else "zeros there"
         is_start = False
         is_plain = op.is_constant or has(op.base, "overwrites") or not op.given

@@ -127,10 +127,9 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 "in the last clean step"
             )
         if num_zeros and has_zero and bool((was != 0).all()):
-            among = f"among {now.numel()} values"
-            zeros = f"has {counted(num_zeros, 'zero')} {among}, none"
-            was_not = "is 0, and was not" if now.numel() == 1 else zeros
-            yield f"`{name}` {was_not} in the last clean step"
+            is_one = now.numel() == 1
+            was_not = f"`{name}` is 0, and was not in the last clean step"
+            yield was_not if is_one else _some_text(name, now, num_zeros, "zero")
         if has_zero and found.sample is not None:
             yield from _of_constants(name, now, was, found.sample)
         is_single = is_asked and now.dim() and was.dim()
@@ -139,6 +138,11 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
                 f"`{name}` is {list(now.shape)} in this batch, {list(was.shape)} in "
                 "the last one"
             )
+
+
+def _some_text(name: str, now: torch.Tensor, num: int, what: str) -> str:
+    among = f"among {now.numel()} values"
+    return f"`{name}` has {counted(num, what)} {among}, none in the last clean step"
 
 
 def _of_labels(step: BadStep, found: Explanation) -> Iterator[str]:
@@ -159,9 +163,7 @@ def _of_mask(step: BadStep) -> Iterator[str]:
             usual = was.flatten()[0]
             num = int((now != usual).sum())
             if bool((was == usual).all()) and 0 < num < now.numel():
-                what = counted(num, "zero" if usual else "one")
-                among = f"among {now.numel()} values"
-                yield f"`{name}` has {what} {among}, none in the last clean step"
+                yield _some_text(name, now, num, "zero" if usual else "one")
 
 
 def _of_nothing(pairs: _Pairs) -> Iterator[str]:

@@ -227,7 +227,7 @@ class StoreChannel:
         return ""
 
     def tell(self, text: str) -> None:
-        """Tells those that wait in `meet()` that this rank does not come."""
+        """Lets those that wait in `meet()` know that this rank does not come."""
         with contextlib.suppress(Exception):
             self._store.set(self._key("ended"), text)
 

@@ -396,7 +396,7 @@ def explain_lost(lost: Lost, makers: Sequence[Maker], found: Explanation) -> Non
 
 
 def _beside(op: OpCall, makers: Sequence[Maker]) -> str:
-    """Tells what has made 0 of the numbers that an operation has not lost, or ""."""
+    """Writes how zeros were made beside those that an operation lost, or ""."""
     own = sum(len(each.made.at) for each in makers if each.op is op)
     others = [each for each in makers if each.op is not op]
     if not (own and others):

@@ -406,10 +406,11 @@ class Trials:
     def _of_nothing(self, applied: AppliedPatches, result: ReplayResult) -> str:
         """A warning where 0 / 0 becomes a number that no loss judges, or ""."""
         op = self._failure.found.op
-        is_of_zeros = op is not None and len(op.operands) == 2 and not any(op.operands)
-        divides = is_of_zeros and op is not None and has(base_of(op.name), "divides")
         is_judged = result.has_backward or self.truth is not None
-        return "" if is_judged or not divides or not applied.keys else _NOTHING
+        if is_judged or op is None or not applied.keys:
+            return ""
+        is_of_zeros = len(op.operands) == 2 and not any(op.operands)
+        return _NOTHING * (is_of_zeros and has(base_of(op.name), "divides"))
 
     @staticmethod
     def _moved(applied: AppliedPatches, patches: Sequence[Patch]) -> float | None:

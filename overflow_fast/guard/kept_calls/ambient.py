@@ -32,8 +32,6 @@ class Ambient:
         shares_buffers: DDP: whether the forward takes the first rank's buffers.
     """
 
-    generators: Sequence[Kept] = ()  # of a saved step they are not known
-
     def __init__(
         self,
         model: nn.Module,
