@@ -5,10 +5,10 @@ are run in float64, from one of them on: if the result is finite from one on and
 from the next on, the first of the two is where the value was lost.
 
 First the nearest of them alone, while they are small, which takes less. Where the
-result stays undefined, they are run with other numbers in place of those that they
-read, which were made before. If it is another then (nan for inf, too), ever more are
-run, up to all that are held. Else what was before does not matter, and all are run at
-once, if the result depends on no others: so that it can be said of a wider dtype.
+result stays undefined, they are run with the numbers that they read, which were made
+before, a little off. If it is another then (nan for inf, too), ever more are run, up to
+all that are held. Else what rounding did before does not matter, unless it left nothing
+but an error: a wider dtype would not help.
 TimeoutError is raised once the budget has no time left.
 """
 
@@ -42,6 +42,9 @@ from .users_lines import op_at
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
 _NEAREST = 12
 _CHEAP = 2**18  # elements: operations on fewer, up to the first on more, come first
+# What rounding makes of a number lies between these times it, and of 0 near it: chosen
+# far wider than it does where nothing cancels.
+_AS_ROUNDED = (0.9, 1.1)
 _TIMES_MORE = 8  # of a loop, which puts thousands between, few runs take all; chosen
 
 NO_HELP = "; a wider dtype would not help"
@@ -56,8 +59,8 @@ class Lost:
         value: The result then; where `is_beyond`, with the nudged results.
         is_beyond: Whether float64 loses it, too: by an operation that of finite numbers
             is never exactly 0 or 1, as its result was.
-        is_whole: Whether it depends on nothing that was not in float64 but what was
-            there before the step: weights and the batch.
+        is_steady: Whether it stays so with other numbers than were read, as rounding
+            could make them, or none were read that the step had made.
         as_they_were: The names of operations between that have no float64.
         op: The operation whose rounding lost the value; None where `value` is not
             finite either.
@@ -72,7 +75,7 @@ class Lost:
 
     first: OpCall
     value: float
-    is_whole: bool = False
+    is_steady: bool = False
     is_beyond: bool = False
     as_they_were: Sequence[str] = ()
     op: OpCall | None = None
@@ -82,6 +85,11 @@ class Lost:
     dtype: str = ""
     tie: OpCall | None = None
     run: Float64Run = field(default_factory=Float64Run, repr=False)
+
+    @property
+    def is_told(self) -> bool:
+        """True if more operations would tell nothing else."""
+        return self.op is not None or self.tie is not None or self.is_steady
 
     @property
     def cause(self) -> str:
@@ -146,10 +154,10 @@ class _Undefined:
         return is_known and str(self.of(run)) != str(own)  # nan is nan
 
 
-def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[OpCall]]:
-    """Yields the last of some operations to run: those of few elements, then more.
+def nearest_first(ops: Sequence[OpCall]) -> Iterator[Sequence[OpCall]]:
+    """Yields the last of some operations: those of few elements, ever more, then all.
 
-    More are yielded where they may tell more than the nearest; see above.
+    More are to be run where the nearest do not tell; see above.
     """
     num, numel, seen = 0, 0, set[Contents]()
     for op in reversed(ops[-_NEAREST:]):
@@ -160,19 +168,11 @@ def nearest_first(ops: Sequence[OpCall], budget: Budget) -> Iterator[Sequence[Op
         num, seen = num + 1, seen | new
     num = max(num, 1)
     while num < len(ops):
-        yield (near := ops[-num:])
-        undefined = _Undefined([each for each in near if each.is_held], budget)
-        matters = any(map(undefined.is_moved, _OTHER_NUMBERS))
-        if not (matters or _read_of(ops) <= {*ops}):
-            return
+        yield ops[-num:]
         num *= _TIMES_MORE
-        if not matters or num * _TIMES_MORE >= len(ops):  # all take little more
+        if num * _TIMES_MORE >= len(ops):  # all take little more
             break
     yield ops
-
-
-# Larger, smaller, and of the other sign: one of these moves what was lost by rounding.
-_OTHER_NUMBERS = ((1.0, 2.0), (0.0, 1.0), (-2.0, -1.0))
 
 
 def _read_of(ops: Sequence[OpCall]) -> set[OpCall]:
@@ -205,9 +205,10 @@ def lost_value(
         return None
     first = next(op for op in ops if op not in failed)
     as_they_were = list(dict.fromkeys(op.name for op in failed if op.read_from))
-    is_whole = _read_of(ops) <= {*ops} and not as_they_were
-    lost = Lost(first, value, is_whole, False, as_they_were, run=run)
+    lost = Lost(first, value, as_they_were=as_they_were, run=run)
     if not math.isfinite(value):
+        is_whole = _read_of(ops) <= {*ops} and not as_they_were
+        lost = replace(lost, is_steady=is_whole or not undefined.is_moved(_AS_ROUNDED))
         return _beyond_float64(undefined, lost)
     if undefined.is_finite(len(ops) - 1):
         return None
@@ -430,7 +431,7 @@ def _text_of(lost: Lost, cancelled: Maker | None) -> str:
             f"of {lost.tie.text} are equal, one of them made of given numbers alone"
         )
     if lost.op is None:
-        return f"{on}, it is {lost.value:g} as well{NO_HELP * lost.is_whole}"
+        return f"{on}, it is {lost.value:g} as well{NO_HELP * lost.is_steady}"
     one = "that one result"
     if cancelled is not None:
         true, own = told_apart(lost.true, lost.own)

@@ -345,9 +345,9 @@ class Search:
         lost, ops = None, table.undefined[source]
         with no_dispatch(), torch.no_grad():
             try:
-                for some in nearest_first(ops, self.budget):
+                for some in nearest_first(ops):
                     lost = lost_value(some, self.budget, weights) or lost
-                    if lost is None or lost.op is not None or lost.tie is not None:
+                    if lost is None or lost.is_told:
                         break
             except TimeoutError:
                 found.notes.append(notes.NOT_LOOKED_BACK)

@@ -498,12 +498,7 @@ def test_what_there_was_no_time_for_is_said(monkeypatch):
     assert not left_out.tried and f"not tried {left_out.text}: {SPENT}" in str(found)
 
 
-def test_a_rounded_difference_of_large_tensors_is_a_loss(monkeypatch, few_held):
-    """Also where each of the other numbers makes its logarithm nan, not -inf."""
-    monkeypatch.setattr(
-        "overflow_fast.explainer.rounding._OTHER_NUMBERS", ((-2.0, -1.0),)
-    )
-
+def test_a_rounded_difference_of_large_tensors_is_a_loss(few_held):
     def difference(x):
         x = passed_on(x, 120)
         y = F.pad(1e8 * x[0, :1], (0, 2**18), value=1e-6).cumsum(0)
@@ -549,15 +544,21 @@ def tanh_before(x, times):
     return torch.log(1 - passed_on(torch.tanh(x), times) ** 2).sum()
 
 
-# A function, a length of a loop in it, and how many operations are run before all are.
+def zeros_behind(x, times):
+    return torch.log(passed_on(x, times) * 0.0).sum()
+
+
+def less_than_one(x, times):
+    """What lies outside of the domain by more than rounding makes of it."""
+    return torch.log(torch.sigmoid(passed_on(x, times)) - 2).sum()
+
+
+# A function, a length of a loop in it, how many operations are run, and if then all.
 STAGES = {
-    "where they matter": (tanh_before, 100, [12]),
-    "in a loop": (tanh_before, 900, [12, 96]),
-    "where they do not": (
-        lambda x, n: torch.log(passed_on(x, n) * 0.0).sum(),
-        900,
-        [12],
-    ),
+    "where they matter": (tanh_before, 100, [12], True),
+    "in a loop": (tanh_before, 900, [12, 96], True),
+    "where they do not": (zeros_behind, 900, [12], False),
+    "where they would have to be far off": (less_than_one, 900, [12], False),
 }
 
 
@@ -569,7 +570,8 @@ def test_ever_more_are_run_where_these_matter_and_are_few_of_all(case, monkeypat
 
     runs, lost_value = [], rounding.lost_value
     monkeypatch.setattr(rounding, "lost_value", counted)
-    function, times, before = STAGES[case]
+    function, times, before, ends_with_all = STAGES[case]
     explained(15, lambda x: function(x, times))
-    *some, last = runs
-    assert some == before and last > times
+    num = len(before)
+    assert runs[:num] == before
+    assert [each > times for each in runs[num:]] == [True] * ends_with_all
