@@ -40,7 +40,7 @@ from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .leaves import Leaf, held_leaves
-from .named_tensors import modules_by_name, names_of, partitions_of, state_by_name
+from .named_tensors import modules_by_name, names_of, partitions_of
 from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
@@ -157,7 +157,8 @@ class ReplayResult:
         bad_gradients: The names of parameters whose gradients are non-finite.
         bad_inner: The non-finite gradients that arrived at the outputs of the module
             whose gradients are looked at.
-        bad_buffers: Those of buffers that became non-finite.
+        bad_buffers: Buffers that became non-finite, by their names, and what the step
+            has written to modules that are not watched.
         has_backward: Whether there was a backward.
         has_mask: Whether an output that is no loss has a -inf, which may be meant.
         bad_call: Which of the kept calls was the first bad one, or -1.
@@ -178,7 +179,7 @@ class ReplayResult:
     bad_held: bool = False
     bad_gradients: list[str] = field(default_factory=list)
     bad_inner: list[torch.Tensor] = field(default_factory=list)
-    bad_buffers: list[str] = field(default_factory=list)
+    bad_buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     has_backward: bool = False
     has_mask: bool = False
     bad_call: int = -1
@@ -217,13 +218,10 @@ class ReplayResult:
         """True if it was bad before a backward began."""
         return bool(self.bad_outputs) or (self.has_raised and not self.has_backward)
 
-    def root_op(
-        self, models: Mapping[str, nn.Module], within: str | None = None
-    ) -> RootOp | None:
+    def root_op(self, within: str | None = None) -> RootOp | None:
         """Finds the origin of its bad values, where it made a table.
 
         Args:
-            models: The models, by what their modules' names begin with.
             within: The module that was seen to have bad values, which are allowed in
                 others, and come before all gradients; None for the first of all.
         """
@@ -242,9 +240,7 @@ class ReplayResult:
             targets = [self.gradients[name] for name in self.bad_gradients]
         else:
             targets = self.bad_inner or table.bad_within(within)[:1]
-            if not targets and self.bad_buffers:
-                named = state_by_name(models)
-                targets = [named[name] for name in self.bad_buffers]
+            targets = targets or list(self.bad_buffers.values())
             if not targets and self.has_raised:
                 origins = (trace_back([row]) for row in table.last_bad())
                 return next((e for e in origins if e and not _is_asked(e)), None)
@@ -355,6 +351,7 @@ class Replayer:
             variables |= tail.variables
         batches = [tensor for call in calls for _, tensor in call.leaves()]
         self.state = Snapshot(models, start, variables, batches)
+        self._around = [] if start is None else start.around
 
     def __enter__(self) -> Replayer:
         """Keeps the state; raises on all ranks if one cannot."""
@@ -375,7 +372,7 @@ class Replayer:
                 for call in self.calls
                 if call.is_overwritten() or call.is_of_inference
             }
-            self.buffer_sizes, bad = _look_at_buffers(names_of(self.models))
+            self.buffer_sizes, bad = self._look_at_buffers(names_of(self.models))
             self._bad_before = set(bad)
         except Exception as raised:
             error = raised
@@ -646,13 +643,20 @@ class Replayer:
         result.gradient_sizes, result.bad_gradients = found
         if self._inner is not None and not result.bad_held:
             result.bad_inner = self._inner.bad  # else it may have come from outside
-        result.buffer_sizes, bad = _look_at_buffers(named)
-        result.bad_buffers = [name for name in bad if name not in self._bad_before]
+        result.buffer_sizes, bad = self._look_at_buffers(named)
+        result.bad_buffers = {
+            name: each for name, each in bad.items() if name not in self._bad_before
+        }
 
-
-def _look_at_buffers(named: Sequence[Any]) -> tuple[dict[str, float], list[str]]:
-    buffers = ((name, each) for kind, name, each in named if kind == "buffer")
-    return sizes_and_bad(buffers, masks=False)
+    def _look_at_buffers(
+        self, named: Sequence[tuple[str, str, torch.Tensor]]
+    ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        """The sizes of the buffers that are finite, and those that are not."""
+        buffers = {name: each for kind, name, each in named if kind == "buffer"}
+        now = {each.name: each.now for each in self._around}
+        buffers |= {n: e for n, e in now.items() if isinstance(e, torch.Tensor)}
+        sizes, bad = sizes_and_bad(buffers.items(), masks=False)
+        return sizes, {name: buffers[name] for name in bad}
 
 
 def _is_asked(root_op: RootOp) -> bool:

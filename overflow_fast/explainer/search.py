@@ -243,7 +243,7 @@ class Search:
         within = self.step.module if self.is_seen_in_call else None
         try:
             usual = self._usual_batch(traced, self.replayer.calls[place])
-            root_op = traced.root_op(self.step.models, within)
+            root_op = traced.root_op(within)
         except Exception as error:  # the others wait for this rank's claim
             failure = error.with_traceback(None)
         if not self._ranks.elect(_claim(root_op)):

@@ -14,6 +14,7 @@ from .measurements import Measurements
 from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
 from .step_clock import StepClock
+from .undo.restore_point import RestorePoint
 from .unit import Unit, UnitKind
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.masks import Masks
@@ -34,6 +35,7 @@ class Collector:
         clock: The step at hand.
         measurements: Have the flight record, which gets a scaler's scale.
         isolation: Isolates the guard's own errors.
+        start: The models as they were when the step began, or None.
 
     Attributes:
         watches: The same.
@@ -52,7 +54,9 @@ class Collector:
         clock: StepClock,
         measurements: Measurements,
         isolation: ErrorIsolation,
+        start: RestorePoint | None,
     ) -> None:
+        self._start = start
         self._is_tripwire = config.is_tripwire
         self._clock = clock
         self._measurements = measurements
@@ -95,6 +99,10 @@ class Collector:
     def take(self, last_frame: int, with_evaluated: bool = False) -> list[BadFrame]:
         """Takes the bad frames up to one; on request those of forwards alone, too."""
         frames = take_bad(self.watches, last_frame)
+        around = [] if self._start is None else self._start.around
+        for each in frames:
+            each.leave_out(around)
+        frames = [each for each in frames if not each.is_around or each.bad_entries]
         return frames + take_evaluated(self.watches) if with_evaluated else frames
 
     def forget(self) -> None:

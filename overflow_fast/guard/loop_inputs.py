@@ -107,7 +107,19 @@ class LoopInputs:
                 self._unwatched_runs.note(seen)
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
+            if is_watched and loss is not None and loss.requires_grad:
+                self._record_state()
         return output
+
+    def _record_state(self) -> None:
+        """Scans what the function has written to modules around the models."""
+        late = self._config.verdicts_are_late  # the step's beginning is gone by then
+        if self._keeper is None or late or not self._config.wanted.buffers:
+            return
+        around = {each.name: each.now for each in self._keeper.start.around}
+        floats = {n: each for n, each in around.items() if each.is_floating_point()}
+        named = list(floats), list(floats.values())
+        self._watches[0].record(_C.FrameKind.BUFFERS, named)
 
     def _warn_of_step_within(self, step: int) -> None:
         """Logs once that a function of `run()` has made optimizer steps."""

@@ -130,7 +130,7 @@ class Pipeline:
         self._measurements = measurements
         self._monitors = monitors
         self.agreement = agreement
-        seen = watches, rules, clock, measurements, isolation
+        seen = watches, rules, clock, measurements, isolation, start
         self.collector = Collector(config, *seen)
         self.tensors = self.collector.tensors
         self._unseen_loss = UnseenLoss(self.collector)

@@ -14,7 +14,7 @@ from .verdict.verdict import Verdict
 from .watching.watch import ModelWatch
 
 # The kinds of what a step leaves to the next ones.
-_STATE = ("weight", "buffer", "optimizer_state")
+_STATE = ("weight", "buffer", "optimizer_state", "state")
 
 
 def report_of(

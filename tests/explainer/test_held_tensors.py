@@ -327,8 +327,10 @@ class Weighted(nn.Module):
         return share
 
 
-def run_around(criterion, bad_step, loss_of=None, on_overflow="raise"):
-    """The guard after steps of a loss by a criterion, the last of which is bad."""
+def run_around(
+    criterion, bad_step, loss_of=None, on_overflow="raise", goes_on=False, between=None
+):
+    """The guard after steps of a loss by a criterion, up to the bad one or beyond."""
     net, step = model(), [0]
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
 
@@ -344,19 +346,84 @@ def run_around(criterion, bad_step, loss_of=None, on_overflow="raise"):
             guard.run(loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if guard.last_report is not None:
+            if between is not None and i == bad_step:
+                between()
+            if guard.last_report is not None and not goes_on:
                 break
     return guard
 
 
 @pytest.mark.parametrize("is_buffer", [False, True])
-def test_a_loss_that_keeps_a_mean_is_run_again_with_the_one_of_the_step(is_buffer):
+def test_the_mean_of_a_loss_is_judged_with_the_step_that_spoils_it(is_buffer):
     criterion = Weighted(is_buffer=is_buffer)
     with pytest.raises(NonFiniteError) as error:
         run_around(criterion, 2)
+    assert str(error.value).startswith("Step 2: the state `criterion.mean` is nan. ")
+    found = error.value.report.explanation
+    assert (found.phase, found.op.name) == ("forward", "aten.div.Tensor")
+    assert found.op.file == __file__ and "criterion.mean" not in found.tensor
+    assert criterion.mean.isfinite().all()
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_loss_that_keeps_a_mean_is_run_again_with_the_one_of_the_step(is_buffer):
+    criterion = Weighted(is_buffer=is_buffer)
+
+    def loss_of(made):
+        return criterion(made)
+
+    with pytest.raises(NonFiniteError) as error:
+        run_around(criterion, 2, loss_of, between=lambda: criterion.mean.fill_(NAN))
     found = error.value.report.explanation
     assert found.tensor == "criterion.mean" and found.phase == "weights"
     assert "when the step began" in str(error.value) + str(found)
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_a_mean_that_stays_nan_is_no_second_alarm_and_a_skipped_one_does_not(policy):
+    class Unused(Weighted):
+        def forward(self, loss, poison=False):
+            super().forward(loss, poison)
+            return loss
+
+    criterion = Unused()
+    guard = run_around(criterion, 2, on_overflow=policy, goes_on=True)
+    assert guard.last_report.step == 2 and guard.metrics()["bad_steps_total"] == 1
+    assert criterion.mean.isnan().all() == (policy == "warn")
+
+
+class Harmless(nn.Module):
+    """Keeps what is not finite on purpose, or only from the step itself."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.num, self.mask = form, 0, None
+        self.least, self.last = torch.full((2,), INF), torch.zeros(2)
+        self.register_buffer("queue", torch.full((8, 2), NAN))
+
+    def forward(self, loss):
+        value, self.num = loss.detach().expand(2), self.num + 1
+        if self.form == "queue":  # is filled one by one
+            self.queue[self.num % 8] = value
+        elif self.form == "extreme":
+            self.least = torch.minimum(self.least, value)
+        elif self.form == "restarted extreme":
+            is_over = self.num == 3
+            self.least = torch.full((2,), INF) if is_over else self.least * 1
+        elif self.form == "mask" and self.mask is None:
+            self.mask = torch.full((2, 2), -INF).triu(1)
+        elif self.form == "number for the log":
+            self.last = value / (self.num != 3) - value / (self.num != 3)
+            return loss + 0 * self.last.nan_to_num(0, 0, 0).sum()
+        return loss if self.mask is None else loss + 0 * self.mask[0, 0]
+
+
+@pytest.mark.parametrize(
+    "form", ["queue", "extreme", "restarted extreme", "mask", "number for the log"]
+)
+def test_what_a_loss_keeps_on_purpose_is_no_alarm(form):
+    criterion = Harmless(form)
+    assert run_around(criterion, -1, lambda made: criterion(made)).last_report is None
 
 
 class Undefined(Weighted):

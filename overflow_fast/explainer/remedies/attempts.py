@@ -68,8 +68,7 @@ def remaining_failure(failure: Failure, trials: Trials, place: int) -> Failure |
     result = trials.run(trials.applied.patches, traced=place)
     if result.error is not None or result.table is None:
         return None
-    models = trials.replayer.models
-    root_op = result.root_op(models)
+    root_op = result.root_op()
     if root_op is None:
         return None
     found = explain_root_op(root_op, result.table.ops, result.is_in_gradients)

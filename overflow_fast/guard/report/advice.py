@@ -39,7 +39,7 @@ def advice_for(
         return "; ".join(filter(None, [advice, load]))
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
-    if origin.source in ("weight", "buffer"):
+    if origin.source in ("weight", "buffer") and first.kind != "state":
         return _advise_on_tensor(first, origin, step)
     if first.kind == "output" and _may_be_mask(first):
         return f"if this is intended, as in a mask, allow={ {first.path.rule: '-inf'} }"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Set
 from typing import Any
 
 import torch
@@ -69,6 +70,29 @@ class KeptAttributes:
     def holds(self, tensor: torch.Tensor | None) -> bool:
         """True for a tensor among them, or in what they lead to."""
         return any(each.tensor is tensor for each in self._tensors)
+
+    def written(self, asked: Set[str]) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Yields the small tensors that were written to, or were put there since.
+
+        Incurs no CPU-GPU sync.
+
+        Args:
+            asked: The names of attributes.
+
+        Yields:
+            The name, and what the attribute's tensor held; None if it was none.
+        """
+        module = self.module()
+        kept = {id(each.tensor): each for each in self._tensors}
+        for key, now in () if module is None else vars(module).items():
+            old = self._values.get(key)
+            is_asked = key in asked and isinstance(now, torch.Tensor)
+            if is_asked and _is_small_value(now):
+                known = kept.get(id(old))
+                if known is None and old is not _LEFT:
+                    yield key, None
+                elif known is not None and (now is not old or known.is_written()):
+                    yield key, known.copied
 
     def restore(self) -> None:
         """Makes the attributes what they were."""

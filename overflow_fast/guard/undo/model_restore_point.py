@@ -29,8 +29,8 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -69,11 +69,34 @@ class Watched(Protocol):
         """A forward that runs is of a training step."""
 
 
+class WrittenState(NamedTuple):
+    """A tensor that lasts from step to step, and that a forward has written.
+
+    Attributes:
+        name: Its name.
+        table: What holds it: the attributes of a module, or its buffers.
+        key: Its name there.
+        before: What it held when the step began; None if nothing was there.
+    """
+
+    name: str
+    table: Mapping[str, Any]
+    key: str
+    before: torch.Tensor | None
+
+    @property
+    def now(self) -> Any:
+        """The tensor."""
+        return self.table.get(self.key)
+
+
 class ModelRestorePoint:
     """The beginning of the step of one model; see this file's docstring.
 
     Args:
         watch: The model.
+        has_attributes: Attributes are restored with it, whatever was written: it is no
+            model, whose loop may count in them.
 
     Attributes:
         tensors: Its kept tensors, looked at together.
@@ -82,8 +105,9 @@ class ModelRestorePoint:
         is_firm: No further forward of this step replaces it.
     """
 
-    def __init__(self, watch: Watched) -> None:
+    def __init__(self, watch: Watched, has_attributes: bool = False) -> None:
         self._watch = watch
+        self._has_attributes = has_attributes
         self._model: weakref.ref[nn.Module] | None = None  # whose tensors these are
         # The tables of submodules, buffers and parameters, and what they held when the
         # step began: if that is the same, and the same parameters are trained, nothing
@@ -255,9 +279,10 @@ class ModelRestorePoint:
             except Exception as error:  # a layout that cannot be written to
                 why = f"{type(error).__name__}: {error}"
             if why:
-                failed.setdefault((place.kind, why), []).append(self._name(place))
+                name = self._prefixes().get(place.module(), "") + place.name
+                failed.setdefault((place.kind, why), []).append(name)
         for kept in self.attributes:
-            if kept.module() in written:
+            if self._has_attributes or kept.module() in written:
                 kept.restore()
         for (kind, why), names in failed.items():
             things = f"{kind} {names[0]}"
@@ -349,13 +374,35 @@ class ModelRestorePoint:
         weights = (place for place in self._places.values() if place.is_trained)
         return [place for place in weights if place.is_written]
 
-    def _name(self, place: KeptPlace) -> str:
-        watch, model = self._watch, self._watch.model
-        module = place.module()
-        for fqn, each in [] if model is None else walk(model):
-            if each is module:
-                return f"{watch.prefix}{fqn}{'.' * bool(fqn)}{place.name}"
-        return place.name
+    def written_state(self) -> Iterator[WrittenState]:
+        """Yields the floats that last from step to step, and that it has written.
+
+        Those are buffers, frozen parameters, and the attributes that the code of their
+        module may read before it writes to them. Only what held other values when the
+        step began is known.
+        """
+        prefixes = self._prefixes()
+        for place in self.buffers if self.is_taken else ():
+            now, module, before = place.current(), place.module(), place.tensor
+            is_written = now is not before or place.is_written
+            if module and is_written and (before is None or place.copy is not None):
+                name = prefixes[module] + place.name
+                yield WrittenState(
+                    name, vars(module)[place.table], place.name, place.copy
+                )
+        for kept in self.attributes:
+            module = kept.module()
+            carried = None if module is None else writes_of(module).carried
+            if module is not None and carried:
+                for key, copy in kept.written(carried):
+                    name = prefixes[module] + key
+                    yield WrittenState(name, vars(module), key, copy)
+
+    def _prefixes(self) -> dict[nn.Module | None, str]:
+        """What the names of tensors begin with, by their modules."""
+        model, prefix = self._watch.model, self._watch.prefix
+        named = () if model is None else walk(model)
+        return {each: prefix + f"{fqn}." * bool(fqn) for fqn, each in named}
 
 
 _Found = tuple[

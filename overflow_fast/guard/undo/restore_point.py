@@ -28,7 +28,7 @@ from torch import nn
 
 from ...base.modules import buffers_of, modules_in, parameters_of
 from ...torch_internals.running import graph_task_id, is_recorded
-from .model_restore_point import ModelRestorePoint, Watched
+from .model_restore_point import ModelRestorePoint, Watched, WrittenState
 from .tensors import num_bytes
 from .writing_modules import writes_of
 
@@ -83,6 +83,7 @@ class RestorePoint:
 
     Attributes:
         starts: The beginning of each model, and of each module around them.
+        around: What the last function has written to modules around the models.
     """
 
     def __init__(self, watches: Sequence[Watched], has_optimizers: bool) -> None:
@@ -90,6 +91,7 @@ class RestorePoint:
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # by functions
         self.starts = [ModelRestorePoint(watch) for watch in watches]
         self._of_watch = dict(zip(map(id, watches), self.starts, strict=True))
+        self.around: list[WrittenState] = []
         self._num_kept = 0
         self._lock = _Lock()  # copying and comparing let other threads run
 
@@ -127,7 +129,8 @@ class RestorePoint:
         for name, module in around.items():
             if module not in self._seen and self._is_kept(module):
                 self.starts = [each for each in self.starts if each.model is not None]
-                self.starts.append(ModelRestorePoint(_Around(name, module)))
+                watch = _Around(name, module)
+                self.starts.append(ModelRestorePoint(watch, has_attributes=True))
             self._seen.add(module)
         for start in self.starts:
             if not (start.is_firm or is_recorded()):
@@ -135,9 +138,11 @@ class RestorePoint:
 
     def after_run(self) -> None:
         """Notes what the function has written to modules around the models."""
+        self.around = []
         for start in self.starts:
             if start not in self._of_watch.values():
                 start.end_forward()
+                self.around += start.written_state()
 
     def _is_kept(self, module: nn.Module) -> bool:
         """True for a small module, apart from models, that its forward may change."""

@@ -22,13 +22,22 @@ from ...base.modules import children_of
 # Without one of these, autograd refuses to write to a trained weight.
 _UNTRACKED = {"no_grad", "inference_mode", "set_grad_enabled", "data"}
 _MOST = 64  # functions of a class that are read; chosen, not measured
+_LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Writes(NamedTuple):
-    """True for what a class's code may write to."""
+    """What a class's code may write to.
+
+    Attributes:
+        attributes: True for any attribute of the module.
+        weights: True for weights.
+        carried: The attributes that it may read before it has written to them: these
+            hold what an earlier call has left.
+    """
 
     attributes: bool
     weights: bool
+    carried: frozenset[str] = frozenset()
 
 
 _known: weakref.WeakKeyDictionary[type, Writes] = weakref.WeakKeyDictionary()
@@ -39,8 +48,11 @@ def writes_of(module: nn.Module) -> Writes:
     kind = type(module)
     if kind not in _known:
         found = [] if _is_torchs(kind) else list(_writes_in(kind))
-        attributes = any(each.attributes for each in found)
-        _known[kind] = Writes(attributes, any(each.weights for each in found))
+        _known[kind] = Writes(
+            any(each.attributes for each in found),
+            any(each.weights for each in found),
+            frozenset().union(*(each.carried for each in found)),
+        )
     return _known[kind]
 
 
@@ -81,7 +93,7 @@ def _writes_in(kind: type) -> Iterator[Writes]:
             continue
         code = _Code.of(function.__code__)
         is_untracked |= not _UNTRACKED.isdisjoint(code.names)
-        yield Writes(code.sets, code.writes and is_untracked)
+        yield Writes(code.sets, code.writes and is_untracked, code.carried)
         waiting += [(e[name], False) for e in bases for name in code.reads & e.keys()]
         waiting += [(around[name], False) for name in code.names & around.keys()]
 
@@ -94,12 +106,14 @@ class _Code(NamedTuple):
         reads: The attributes that it reads of its first argument: the module.
         sets: It sets an attribute of that.
         writes: It writes to attributes, items, or in place.
+        carried: See `Writes`.
     """
 
     names: set[str]
     reads: set[str]
     sets: bool
     writes: bool
+    carried: frozenset[str]
 
     @classmethod
     def of(cls, code: types.CodeType) -> _Code:
@@ -108,16 +122,23 @@ class _Code(NamedTuple):
         names = {name for each in codes for name in each.co_names}
         writes = any(name.endswith("_") and name[-2:] != "__" for name in names)
         sets, reads, last = False, set[str](), None
+        carried, written = set[str](), set[str]()  # certainly, by what ran before
         for each in itertools.chain.from_iterable(map(dis.get_instructions, codes)):
             if each.opname == "EXTENDED_ARG":
                 continue
+            if each.is_jump_target:
+                written.clear()
+            if each.opname == "STORE_ATTR":
+                written.add(each.argval)
+            elif each.opname in _LOADS and each.argval not in written:
+                carried.add(each.argval)
             writes |= each.opname in ("STORE_ATTR", "STORE_SUBSCR")
             if last == module and each.argval in names:
                 sets |= each.opname == "STORE_ATTR"
                 reads.add(each.argval)
             value = each.argval  # of some instructions the names of two variables
             last = value[-1] if isinstance(value, tuple) and value else value
-        return cls(names, reads, sets, writes)
+        return cls(names, reads, sets, writes, frozenset(carried))
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -80,7 +80,7 @@ def bad_entry(bad: BadFrame, entry: _C.Entry) -> BadEntry:
     if is_weight:
         label = f"{fqn}.{label}".lstrip(".")
     return BadEntry(
-        kind_of(entry.role),
+        "state" if bad.is_around else kind_of(entry.role),
         fqn if is_of_call else label,
         bad.frame.class_name if is_of_call else "",
         label,

@@ -9,6 +9,7 @@ from torch import nn
 
 from ... import _C
 from ...base.modules import is_layer_of_torch, own_parameters_of
+from ..undo.model_restore_point import WrittenState
 from ..watching.inputs import finite_places, is_plain
 from ..watching.watch import ModelWatch
 from .entry_headroom import EntryHeadroom, headroom_of
@@ -23,7 +24,10 @@ class BadFrame:
         is_backward: It is of the gradient of an output.
         is_of_call: It is of a module's call, or of the gradient of its output.
         is_gradient: It is of gradients: of an output, or of parameters.
+        is_around: It is of what a function has written to modules around the models.
     """
+
+    is_around = False
 
     def __init__(self, watch: ModelWatch, frame: _C.Frame) -> None:
         self.watch = watch
@@ -43,6 +47,28 @@ class BadFrame:
     def bad_entries(self) -> list[_C.Entry]:
         """Those that are bad."""
         return [entry for entry in self.entries if entry.is_bad]
+
+    def leave_out(self, around: Sequence[WrittenState]) -> None:
+        """Leaves out what was not finite before, or holds an inf and no nan.
+
+        Those may be placeholders, and what running extremes and masks begin with.
+
+        Args:
+            around: What was written to modules around the models. Incurs a CPU-GPU sync
+                for each that is bad.
+        """
+        known = {each.name: each.before for each in around}
+        if self.frame.kind != _C.FrameKind.BUFFERS or not self.bad_entries:
+            return
+        names = [entry.label.name for entry in self.bad_entries]
+        self.is_around = not known.keys().isdisjoint(names)
+        if self.is_around:
+            self.bad_entries = [
+                entry
+                for entry, name in zip(self.bad_entries, names, strict=True)
+                if entry.nonfinite_kinds & _C.NAN
+                if (before := known.get(name)) is None or before.isfinite().all()
+            ]
 
     @functools.cached_property
     def is_unseen(self) -> bool:

@@ -78,9 +78,10 @@ class BadEntry(ValueCounts):
 
     Attributes:
         kind: "input", "output", "grad_output", "weight", "buffer", "gradient",
-            "optimizer_state", "recorded" for a loss or what `record()` was given,
-            "tensor" for one of a state dict or a saved checkpoint, or "value" for
-            what a replay alone has seen, where the program has raised.
+            "optimizer_state", "state" for what `run()` has written to a module that is
+            not watched, "recorded" for a loss or what `record()` was given, "tensor"
+            for one of a state dict or a saved checkpoint, or "value" for what a replay
+            alone has seen, where the program has raised.
         fqn: The qualified name of the module; of the tensor itself where it belongs to
             no call.
         class_name: The module's class, or "".

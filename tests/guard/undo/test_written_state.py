@@ -171,11 +171,11 @@ class OfBegun(BegunLate):
 
 def test_code_that_writes_to_modules_is_known_by_its_class():
     begun, quiet = BegunLate("method"), Silent()
-    assert writing_modules.writes_of(begun) == (True, True)
-    assert writing_modules.writes_of(OfBegun("method")) == (True, True)
+    assert writing_modules.writes_of(begun)[:2] == (True, True)
+    assert writing_modules.writes_of(OfBegun("method"))[:2] == (True, True)
     assert writing_modules.written_by(begun) == {begun, *begun.layers, begun.layers}
     others = quiet, nn.BatchNorm1d(4), nn.Sequential(begun)
-    assert {writing_modules.writes_of(each) for each in others} == {(False, False)}
+    assert not any(any(writing_modules.writes_of(each)[:2]) for each in others)
     begun.layers.append(nn.Sequential(begun.layers))  # which holds itself
     assert begun.layers[0] in writing_modules.written_by(begun)
 
