@@ -39,6 +39,7 @@ class BadStep:
         is_made: Whether that module is known to have made it.
         is_received: Whether that module may only have received it: as an input, or by
             a write to an input that torch has not counted.
+        is_given: Whether `guard.record()` was given it, and it is no loss.
         reaches_loss: Whether loss, outputs or gradients were bad.
         gradients: The bad gradients of parameters, by name.
         past: The largest magnitudes in the last steps.
@@ -68,6 +69,7 @@ class BadStep:
     module: str = ""
     is_made: bool = False
     is_received: bool = False
+    is_given: bool = False
     reaches_loss: bool = True
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     past: PastSteps = field(default_factory=PastSteps)

@@ -434,6 +434,11 @@ FINITE: tuple[Question, ...] = (
         lambda search: Explanation(notes=[notes.GIVEN_BAD, _outside(search)]),
     ),
     Question(
+        "Was it given to `record()`, and is it no loss? A replay does not look at it.",
+        lambda search: search.step.is_given,
+        _note(notes.NOT_RECORDED),
+    ),
+    Question(
         "Was the loss bad, which is computed outside of what was run?",
         lambda s: s.step.kind == "recorded" and not s.replayer.returns_loss,
         lambda search: Explanation("forward", notes=[_outside(search)]),

@@ -184,6 +184,7 @@ class StepExplainer:
             module=first.fqn if first.class_name else "",
             is_made=verdict.origin.how == "made" and bool(first.class_name),
             is_received=first.kind == "input" or bool(verdict.origin.stale_inputs),
+            is_given=first.kind == "recorded" and first.label not in ("loss", NORM),
             reaches_loss=verdict.reaches_loss
             or is_gradient
             or bool(verdict.dirty_gradients),

@@ -458,3 +458,17 @@ def test_what_is_large_or_holds_the_model_is_not_kept_beside_it(kind):
         guard.run(lambda: criterion(net(x()).square().mean()))
         starts = guard._parts._start.starts
         assert [each.model for each in starts] == [net]
+
+
+def test_of_what_was_recorded_a_finite_replay_does_not_tell():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with OverflowGuard(net, optimizer) as guard:
+        guard.run(lambda: net(x()).mean()).backward()
+        guard.record(reward=torch.full((2,), NAN))
+        with pytest.raises(NonFiniteError) as error:
+            optimizer.step()
+    assert str(error.value).startswith(
+        "Step 0: the recorded `reward` holds 2 nan; unknown why: what `guard.record()` "
+        "was given is not looked at in a replay, whose loss and gradients are finite."
+    )

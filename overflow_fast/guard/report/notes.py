@@ -58,6 +58,10 @@ LOSS_LEFT = (
     "What was replayed, the models' own forward and backward, is finite{}. The loss "
     f"outside of them was not replayed: use `{USE_RUN}`."
 )
+NOT_RECORDED = (
+    "What `guard.record()` was given is not looked at in a replay, whose loss and "
+    "gradients are finite."
+)
 SOME = "Some replays are finite, but {}."
 OLD = (
     "The replay is finite. Gradients were there before the step's first forward, and "
