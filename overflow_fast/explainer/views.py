@@ -55,6 +55,8 @@ def explain_loss(step: BadStep, found: Explanation) -> Explanation:
         line = find_loss_line()
         own = None if line is None else _with_lines(step, line)
         if own is not None:
+            if own.cause == UNKNOWN.name and own.tensor:
+                own.notes.insert(1, notes.WITHIN_RUN)
             return own
     ended = (each.stopped for each in step.replayers[num_before:])
     found.notes += [notes.STOPPED.format(each) for each in filter(None, ended)]
@@ -82,7 +84,7 @@ def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
         found.remedies = [each for each in found.remedies if each.is_recommended]
     found.notes.append(OWN_LINES.format(loss_call.place))
-    return None if found.cause == UNKNOWN.name else found
+    return found
 
 
 def _is_same(step: BadStep, loss_call: LossCall) -> bool:
@@ -98,7 +100,8 @@ def _is_same(step: BadStep, loss_call: LossCall) -> bool:
         result = replayer.run(part, observers=observers)
         changed = replayer.state.changed_around()
     is_alike = check.is_given_alike and check.has_same_graph
-    if result.error is not None or changed or not is_alike:
+    is_changed = bool(changed) and not check.has_same_loss  # more than a counter is
+    if result.error is not None or is_changed or not is_alike:
         return False
     if not loss_call.is_held:
         return own is not None and own.has_same_gradients()

@@ -13,6 +13,7 @@ from processes import python
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report import notes
 from overflow_fast.options import Explain
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -207,6 +208,39 @@ def test_the_operation_is_named(way):
     assert sum(NOTE in note for note in found.notes) == 1
     best = found.remedies[0]
     assert best.is_finite and "log_softmax" in best.code and best.file == __file__
+
+
+class Weighted(nn.Module):
+    """A loss that counts its calls, relative to a mean that is not the model's."""
+
+    def __init__(self, mean):
+        super().__init__()
+        self.mean, self.num_called = torch.tensor(mean), 0
+
+    def forward(self, loss):
+        self.num_called += 1
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / self.mean
+
+
+@pytest.mark.parametrize("mean", [1.0, float("nan")])
+def test_a_counter_that_does_not_change_the_loss_is_no_matter(mean):
+    criterion = Weighted(mean)
+
+    def way(t, x):
+        logs = t.negative_logarithm if mean == 1 else torch.sum
+        loss = criterion(logs(t.model(x)))
+        loss.backward()
+        t.optimizer.step()
+
+    found = report_of(way)
+    if mean == 1:
+        assert found.op.name == "aten.log"
+    else:
+        assert (found.cause, found.tensor) == ("unknown", "criterion.mean")
+        assert "test_own_lines.py" in found.evidence[0]
+        assert any("could not be put back" in note for note in found.notes)
+        assert notes.WITHIN_RUN in found.notes
 
 
 @pytest.mark.slow
@@ -407,7 +441,7 @@ def drawn_until_done(t, x):
     t.num_drawn = 0
     while torch.rand(()) < 0.999:
         t.num_drawn += 1
-    return t.negative_logarithm(t.model(x))
+    return t.negative_logarithm(t.model(x + t.num_drawn))
 
 
 def drawn_by_python(t, x):
@@ -455,6 +489,7 @@ def attribute_since(t, x):
 
 
 def counted(t, x):
+    t.num_called = 0.0
     loss = count(t, x)
     loss.backward()
     t.optimizer.step()
@@ -462,7 +497,7 @@ def counted(t, x):
 
 def count(t, x):
     t.num_called += 1
-    return t.negative_logarithm(t.model(x)) / t.num_called
+    return (t.model(x) / (t.num_called - 1)).sum()
 
 
 def other_by_now(t, x):

@@ -32,6 +32,7 @@ COMPUTED_OUTSIDE = (
     "replayed with it: call the model within that function"
 )
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
+WITHIN_RUN = f"`{USE_RUN}` keeps what small modules hold when a step begins."
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (
     "Not replayed: {}; the models' forwards within that function were. Do that outside "

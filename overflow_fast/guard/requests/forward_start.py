@@ -30,7 +30,7 @@ class ForwardStart:
     """
 
     is_taken = True
-    buffers = ()
+    buffers = around = ()
 
     def __init__(
         self,
