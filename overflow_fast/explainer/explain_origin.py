@@ -317,7 +317,11 @@ def explain_leaf(leaf: Leaf, read_by: str, call: Call | None) -> Explanation:
         return _explain_weight(leaf.kind, leaf.name, what, is_alone, read_by)
     if leaf.kind == "gradient":
         text = f"the gradient that the model's output was given holds {what}"
-        return _held("", "", text, notes.OUTSIDE_LOSS)
+        is_of_loss = call is not None and call.returns_loss
+        if not is_of_loss or leaf.tensor is None or leaf.tensor.numel() != 1:
+            return _held("", "", text, notes.OUTSIDE_LOSS)
+        text = f"the gradient that the loss was given is {float(leaf.tensor)}"
+        return _held("", "", text, notes.BEHIND_LOSS.format(float(leaf.tensor)))
     text = f"a tensor that no replayed operation has made holds {what}{read_by}"
     return _held("", "", text, notes.NOT_FOUND)
 

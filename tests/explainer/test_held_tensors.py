@@ -472,3 +472,22 @@ def test_of_what_was_recorded_a_finite_replay_does_not_tell():
         "Step 0: the recorded `reward` holds 2 nan; unknown why: what `guard.record()` "
         "was given is not looked at in a replay, whose loss and gradients are finite."
     )
+
+
+def test_a_finite_loss_that_backward_came_to_with_an_inf():
+    net, scale = model(), torch.tensor(INF)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    with OverflowGuard(net, optimizer) as guard:
+        loss = guard.run(lambda: net(x()).square().mean())
+        (loss * scale).backward()
+        with pytest.raises(NonFiniteError) as error:
+            guard.check()
+    assert (
+        str(error.value)
+        .splitlines()[0]
+        .endswith(
+            "unknown why: the loss is finite, and code between it and `backward()`, such as "
+            "a loss scale, made its gradient inf."
+        )
+    )
+    assert "was not replayed" not in str(error.value.report)

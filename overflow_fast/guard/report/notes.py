@@ -32,6 +32,10 @@ COMPUTED_OUTSIDE = (
     "replayed with it: call the model within that function"
 )
 OUTSIDE_LOSS = f"{NOT_THE_LOSS}: call it within `{USE_RUN}`."
+BEHIND_LOSS = (
+    "The loss is finite, and code between it and `backward()`, such as a loss scale, "
+    "made its gradient {}."
+)
 WITHIN_RUN = f"`{USE_RUN}` keeps what small modules hold when a step begins."
 STOPPED = "Not replayed: {}."
 STOPPED_FUNCTION = (
