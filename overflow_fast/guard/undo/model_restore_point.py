@@ -89,6 +89,15 @@ class WrittenState(NamedTuple):
         """The tensor."""
         return self.table.get(self.key)
 
+    @property
+    def was_finite(self) -> bool:
+        """True if it was finite; a new one, if it is not nan as a placeholder is.
+
+        Incurs a CPU-GPU sync.
+        """
+        before, now = self.before, self.now
+        return bool(now.isfinite().any() if before is None else before.isfinite().all())
+
 
 class ModelRestorePoint:
     """The beginning of the step of one model; see this file's docstring.
@@ -383,13 +392,11 @@ class ModelRestorePoint:
         """
         prefixes = self._prefixes()
         for place in self.buffers if self.is_taken else ():
-            now, module, before = place.current(), place.module(), place.tensor
-            is_written = now is not before or place.is_written
-            if module and is_written and (before is None or place.copy is not None):
-                name = prefixes[module] + place.name
-                yield WrittenState(
-                    name, vars(module)[place.table], place.name, place.copy
-                )
+            now, module = place.current(), place.module()
+            is_written = now is not place.tensor or place.is_written
+            if module and now is not None and is_written and place.copy is not None:
+                name, table = prefixes[module] + place.name, vars(module)[place.table]
+                yield WrittenState(name, table, place.name, place.copy)
         for kept in self.attributes:
             module = kept.module()
             carried = None if module is None else writes_of(module).carried

@@ -57,17 +57,16 @@ class BadFrame:
             around: What was written to modules around the models. Incurs a CPU-GPU sync
                 for each that is bad.
         """
-        known = {each.name: each.before for each in around}
-        if self.frame.kind != _C.FrameKind.BUFFERS or not self.bad_entries:
+        if self.frame.kind != _C.FrameKind.BUFFERS:
             return
-        names = [entry.label.name for entry in self.bad_entries]
-        self.is_around = not known.keys().isdisjoint(names)
+        known = {each.name: each for each in around}
+        self.is_around = any(each.label.name in known for each in self.bad_entries)
         if self.is_around:
             self.bad_entries = [
                 entry
-                for entry, name in zip(self.bad_entries, names, strict=True)
+                for entry in self.bad_entries
                 if entry.nonfinite_kinds & _C.NAN
-                if (before := known.get(name)) is None or before.isfinite().all()
+                if (state := known.get(entry.label.name)) and state.was_finite
             ]
 
     @functools.cached_property
