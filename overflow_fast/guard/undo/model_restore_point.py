@@ -406,7 +406,7 @@ class ModelRestorePoint:
                     yield WrittenState(name, vars(module), key, copy)
 
     def _prefixes(self) -> dict[nn.Module | None, str]:
-        """What the names of tensors begin with, by their modules."""
+        """The beginnings of the names of tensors, by their modules."""
         model, prefix = self._watch.model, self._watch.prefix
         named = () if model is None else walk(model)
         return {each: prefix + f"{fqn}." * bool(fqn) for fqn, each in named}

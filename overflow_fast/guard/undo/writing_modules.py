@@ -26,7 +26,7 @@ _LOADS = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 class Writes(NamedTuple):
-    """What a class's code may write to.
+    """The writes that a class's code may make.
 
     Attributes:
         attributes: True for any attribute of the module.
