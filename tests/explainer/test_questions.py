@@ -82,6 +82,7 @@ EVIDENCE = {
         {"kind": "buffer"},
         {"kind": "grad_output", "first": {"has_backward": False}},
         {"first": {"bad_held": True}},
+        {"kind": "recorded", "is_given": True, "returns_loss": False},
         {"kind": "recorded", "returns_loss": False},
         {**GRADIENT, "is_alone": False},
         {**GRADIENT, "has_hooks": True},
