@@ -21,7 +21,12 @@ from ..base.modules import module_of_parameter
 from ..base.text import numbered, some
 from ..guard.report import causes, notes
 from ..guard.report.explanation import Explanation
-from ..guard.report.findings import BETWEEN_FORWARDS, IN_LOOP, SEEN_IN_BACKWARD
+from ..guard.report.findings import (
+    BETWEEN_FORWARDS,
+    FOLLOWS,
+    IN_LOOP,
+    SEEN_IN_BACKWARD,
+)
 from ..guard.report.gist import call_text
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
@@ -123,7 +128,7 @@ def _nan_of_infs(chain: Sequence[OpCall]) -> list[str]:
         if op.kinds & NAN:
             signs = {NEGATIVE_INF: "-inf", INF & ~NEGATIVE_INF: "inf"}
             product = f"0 * {signs.get(kinds, 'an infinite value')}"
-            text = f"{product} is the nan that follows{place_text(op.sites)}"
+            text = f"{product} {FOLLOWS}{place_text(op.sites)}"
             return [text] if op.base == "mul" else []
     return []
 

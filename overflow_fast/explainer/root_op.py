@@ -250,6 +250,10 @@ def _operands(op: OpCall, index: tuple[int, ...] | None) -> list[float]:
     if index is None or torch.Tag.pointwise not in op.func.tags or not is_plain:
         return []
     values = [value_at(op.before(each), index) for each in op.args]
+    if op.base == "reciprocal":  # of a number that a tensor divides, or of 1
+        call = op.torch_call
+        is_quotient = call is not None and call.name == "rdiv"
+        values.insert(0, float(call.operands[0]) if call and is_quotient else 1.0)
     known = [each for each in values if each is not None]
     return known if len(known) == len(values) else []
 

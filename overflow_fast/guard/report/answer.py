@@ -131,9 +131,9 @@ class ExplanationText:
 
     def _left(self, sentences: Sequence[str]) -> list[str]:
         """Sentences, but for what the first line has of one."""
-        stated = self.found.stated
+        stated, told = self.found.stated, self.gist()
         left = [parted(each)[1] if each == stated else each for each in sentences]
-        return [each for each in left if each]
+        return [each for each in left if each and each not in told]
 
     def _code(self) -> Iterator[tuple[str, str]]:
         """The line that failed, and marks below the expression in it that did."""

@@ -75,7 +75,7 @@ The operation has no finite value for its inputs in any precision: 0 / 0, the
 logarithm of 0, the root of a negative number, a softmax of nothing but -inf. Bound
 the input, not the output.""",
     sections=("Attention masks", "bfloat16: a probability rounds to 1"),
-    gist="{numbers} is undefined{outside}{reason}",
+    gist="{numbers} is undefined{outside}{then}{reason}",
     remedies=("calls", "weights"),
     may_be_intended=True,  # `mask.log()`
     translations={"zh": "无定义", "ko": "정의되지 않음"},
@@ -91,7 +91,7 @@ or a division was given that 0: the evidence names where it was lost. Use the fo
 never makes the small number: `log_softmax`, `logsigmoid`, `logsumexp`; or a lower
 bound that the dtype holds.""",
     sections=("bfloat16: a probability rounds to 1",),
-    gist="{numbers}: {lost} underflowed{change}{also}",
+    gist="{numbers}{then}: {lost} underflowed{change}{also}",
     remedies=("calls",),
     translations={"zh": "下溢", "ko": "언더플로"},
 )
@@ -105,8 +105,8 @@ A result was rounded before, such as a sigmoid or a `tanh` to 1, and the operati
 fails was given the rounded number. Use the form that never makes it, such as
 `logsigmoid` of the negative logit.""",
     sections=("bfloat16: a probability rounds to 1",),
-    gist="{numbers}: {lost} was rounded{change}{also}",
-    cancelled="{numbers}: {difference} cancels to {change}",
+    gist="{numbers}{then}: {lost} was rounded{change}{also}",
+    cancelled="{numbers}{then}: {difference} cancels to {change}",
     remedies=("calls",),
     translations={"zh": "舍入", "ko": "반올림"},
 )

@@ -48,6 +48,7 @@ BETWEEN_FORWARDS = (
     "Code between the forwards was not replayed. Call all of it within "
     "`guard.run(lambda: ...)`."
 )
+FOLLOWS = "is the nan that follows"
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 
 
@@ -103,6 +104,11 @@ class Findings:
         said = self.evidence if is_open or self.op is None else []
         texts = [self.reason, *(self.notes if is_open else []), *said]
         return next(filter(None, texts), "")
+
+    @property
+    def becomes_nan(self) -> list[str]:
+        """The sentence of the evidence on what made nan of its infs, or none."""
+        return [each for each in self.evidence if FOLLOWS in each][:1]
 
     @property
     def nearest(self) -> Remedy | None:

@@ -5,6 +5,7 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
     {name}     the cause's name, as a sentence begins
     {call}     the expression that failed, or its operation, and its place
     {numbers}  the numbers that it was given, such as "log(0) at train.py:49"
+    {then}     the product by 0 that made nan of its inf
     {dtype}    the dtype of its result
     {size}     what float64 makes of it, and the dtype's maximum
     {lost}     the operation before it that has lost the value, and its place
@@ -55,6 +56,7 @@ def gist_of(found: Findings) -> str:
         name=capitalized(cause.name),
         call="" if op is None else call_text(op),
         numbers="" if op is None else _numbers_text(op),
+        then=", and ".join(["", *found.becomes_nan]),
         dtype=op.outputs[0].dtype if op is not None and op.outputs else "its dtype",
         size="" if op is None else _size_text(op),
         lost="" if found.lost_by is None else _named_at(found.lost_by),
@@ -135,7 +137,6 @@ def _numbers_text(op: Op) -> str:
         return call_text(op)
     ran = spoken_name(op.derivative or op.name)
     texts = [told_number(each) for each in op.operands]
-    texts = ["1", *texts] if ran == "reciprocal" else texts
     sign = op_of(ran).sign
     if sign and len(texts) == 2:
         left, right = (f"({each})" if each[0] == "-" else each for each in texts)
