@@ -44,7 +44,9 @@ class BadStep:
         gradients: The bad gradients of parameters, by name.
         past: The largest magnitudes in the last steps.
         optimizers: The optimizers.
-        last_steps: Their last steps.
+        last_steps: Their last steps, and small weights before the first.
+        reached: The names of those that the operation depends on which failed, in any
+            view.
         num_dropped: How many forwards of the step were too many to be kept.
         hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
@@ -75,6 +77,7 @@ class BadStep:
     past: PastSteps = field(default_factory=PastSteps)
     optimizers: Sequence[torch.optim.Optimizer] = ()
     last_steps: LastSteps = field(default_factory=LastSteps)
+    reached: set[str] = field(default_factory=set)
     is_late: bool = False
     is_rewritten: bool = False
     forward: int = -1

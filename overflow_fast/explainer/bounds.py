@@ -51,6 +51,10 @@ WHOLE_BATCH = Bound(10.0)
 # too low tells of what an update did, or of noise.
 WEIGHT_AT_ONCE = Bound(10.0, 0.1)
 TREND = Bound(3.0)
+# A small weight since the guard began, that has grown and that has vanished: too low
+# tells of a usual training. The operation that failed depends on it in any case.
+GROWN = Bound(10.0, 1.0)
+VANISHED = Bound(100.0)
 # A sample beside the others: too low names a large sample that is like the rest, which
 # costs a trial, and too high leaves the remedy of clamping it out.
 OUTLIER = Bound(100.0)

@@ -33,6 +33,7 @@ from .op_call import OpCall
 from .op_table import OpTable
 from .read_numbers import Numbers, chooses, index_text, is_each, read_for, writers_of
 from .root_op import failed_place
+from .trace_back import memory_before
 from .users_lines import operands_at, place_text
 
 # Chosen: with less, a maker that is far away is not found; more takes longer.
@@ -325,14 +326,8 @@ class _Walk:
         self, numbers: Numbers, reader: OpCall, num: int
     ) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch, of so many rows, that numbers may be made of."""
-        waiting = [op for op, _ in writers_of(numbers, reader) if op is not None]
-        seen, read = set[OpCall](), {numbers.tensor.memory}
-        while waiting:
-            op = waiting.pop()
-            if op.num_holders and op not in seen:
-                seen.add(op)
-                read |= {each.memory for each in op.given.values()}
-                waiting += op.read_from
+        ops = [op for op, _ in writers_of(numbers, reader) if op is not None]
+        read = {numbers.tensor.memory, *memory_before(ops)}
         batch = ((leaf.name, leaf.tensor) for leaf in self._table.batch)
         return [
             (name, tensor)

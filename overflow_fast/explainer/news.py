@@ -6,7 +6,7 @@ Clean steps scan nothing for it. What is compared is there anyway:
    of each tensor in the last 8 clean steps (`CallKeeper.recent`).
    On devices samples are not taken: there the last clean batch is all that is known.
 2. Of weights, the loss and gradients: the largest magnitudes of the last steps
-   (`PastSteps`).
+   (`PastSteps`). Of small weights as they were when the guard began (`LastSteps`).
 
 The first question counts that has an answer. What is common in healthy steps, as a 0 or
 a nan label, is told only where the operation that failed was given such a number; a
@@ -16,7 +16,6 @@ wrong threshold makes the line one that is true and beside the point.
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -37,12 +36,11 @@ from ..guard.report.gist import plain_number
 from .bad_step import BadStep
 from .bounds import TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
 from .calls import Call
-from .named_tensors import names_of
+from .weight_growth import drift_of
 
 _OF_NUMBERS = (UNDEFINED.name, SINGULAR_GRADIENT.name)  # such as of a 0
 _FEW = 4  # steps of a trend
 _ALIKE = 1.02  # times the last step's numbers, which are told as one; chosen
-_NEAR = 1e-2  # of a number that an operation prints in three digits
 
 
 def news_of(step: BadStep, found: Explanation) -> str:
@@ -59,7 +57,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
             _of_batch(step, found),
             _of_slice(step, found),
             _of_own_input(step),
-            _of_walk(step, found),
+            filter(None, [drift_of(step, step.reached if is_open else ())]),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
             _of_labels(step, found),
             _of_mask(step),
@@ -310,25 +308,6 @@ def _of_weights(step: BadStep) -> Iterator[str]:
 
 def _steps_before(number: int) -> str:
     return "the step before" if number == 1 else f"the {number} steps before"
-
-
-def _of_walk(step: BadStep, found: Explanation) -> Iterator[str]:
-    """A number that went to or through 0, where the operation is given it.
-
-    Of the steps before only its magnitude is known, not its sign.
-    """
-    numbers = () if found.op is None else found.op.operands
-    for kind, name, weight in names_of(step.models):
-        if kind != "parameter" or weight.numel() != 1:
-            continue
-        now, recent = float(weight.detach()), step.past.weights.get(name, ())[-4:-1]
-        is_given = any(math.isclose(now, each, rel_tol=_NEAR) for each in numbers)
-        if now <= 0 and is_given and len(recent) > 1 and recent[0] > recent[-1]:
-            walked = ", ".join(f"{each:.2g}" for each in [*recent, now])
-            yield (
-                f"`{name}` went {walked} in the last steps (without its sign, before "
-                "this one): to or through 0, if it was above it"
-            )
 
 
 def _of_trend(step: BadStep) -> Iterator[str]:

@@ -144,6 +144,7 @@ class OpCall:
         derivative_of: The operation whose derivative that node computes, if known.
         torch_call: The torch call that ran it, where these are recorded; else None.
         read_from: The operations that wrote what it has read.
+        unwritten: The numbers of the memory that it has read, and none of them wrote.
         parents: What its non-finite inputs came from that are not meant.
         kinds: The kinds of non-finite values that it returned.
         abs_max: The largest magnitude of its first result; None if it has none.
@@ -187,6 +188,7 @@ class OpCall:
     derivative_of: OpCall | None = None
     torch_call: TorchCall | None = None
     read_from: tuple[OpCall, ...] = ()
+    unwritten: tuple[int, ...] = ()
     parents: list[Source] = field(default_factory=list)
     kinds: int = 0
     abs_max: float | None = None

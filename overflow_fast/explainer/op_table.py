@@ -207,9 +207,10 @@ class OpTable(OpObserver):
     def _read(self, op: OpCall) -> _Read:
         """Notes which operations wrote what one reads; returns what is bad of it."""
         read = op.read()
-        wrote = (self._writers.get(op.memory[id(tensor)], ()) for tensor in read)
-        ops = [each for some in wrote for each in some]
+        numbers = [op.memory[id(tensor)] for tensor in read]
+        ops = [each for n in numbers for each in self._writers.get(n, ())]
         op.read_from = tuple(dict.fromkeys(ops))
+        op.unwritten = tuple(n for n in numbers if n not in self._writers)
         seen = self.kinds.of(read, op.memory)
         op.most_read = max((stat.abs_max or 0.0 for _, stat in seen), default=0.0)
         found = [

@@ -30,6 +30,7 @@ from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import explain_root_op, tell_float64
 from .leaves import Leaf
+from .named_tensors import names_of
 from .op_call import OpCall
 from .op_table import OpTable
 from .remedies.attempts import find_remedies
@@ -41,7 +42,7 @@ from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
-from .trace_back import RootOp
+from .trace_back import RootOp, memory_before
 from .weight_growth import find_growth
 
 _USUAL = "`{}` held non-finite values in the last clean step, too"
@@ -259,6 +260,7 @@ class Search:
             assert found is not None  # the last question has an answer
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])
+        self._note_reached(root_op)
         found.evidence += usual
         self._find_lost_value(found, root_op)
         is_outside = traced.has_mask and not self.replayer.returns_loss
@@ -327,6 +329,15 @@ class Search:
         if any(each.is_overwritten() for each in self.replayer.calls):
             found.notes.append(OVERWRITTEN)
         return found
+
+    def _note_reached(self, root_op: RootOp) -> None:
+        """Notes which small weights the operation that failed depends on."""
+        table, source = self.traced.table, root_op.source
+        if table is None or not isinstance(source, OpCall):
+            return
+        numbers, first = memory_before([source]), self.step.last_steps.first
+        weights = [(n, e) for _, n, e in names_of(self.step.models) if n in first]
+        self.step.reached |= {n for n, e in weights if table.number_of(e) in numbers}
 
     def _find_lost_value(self, found: Explanation, root_op: RootOp) -> None:
         """Finds the rounding that made an operation undefined, if it was one."""

@@ -108,6 +108,12 @@ def masked_whole(sources: Sequence[Source]) -> RootOp | None:
     return _first_of([op for op in ops if op.reduces], child)
 
 
+def memory_before(ops: Sequence[OpCall]) -> set[int]:
+    """The numbers of the memory that operations depend on, and none has written."""
+    before = _read_by(ops, lambda op: op.read_from)
+    return {n for e in before if isinstance(e, OpCall) for n in e.unwritten}
+
+
 _Child = dict[Source, OpCall | None]
 
 

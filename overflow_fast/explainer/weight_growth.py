@@ -1,16 +1,17 @@
-"""Weights and outputs of modules that are far larger than in the steps before."""
+"""Weights that are far larger than in the steps before, or others than at first."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..guard.report.gist import told_number
 from .bad_step import BadStep
-from .bounds import SCALED_BACK, UPDATE, WEIGHT
+from .bounds import GROWN, SCALED_BACK, UPDATE, VANISHED, WEIGHT
 from .named_tensors import names_of
 from .optimizer_twin import group_of
 from .tensor_kinds import sizes_and_bad
@@ -73,6 +74,36 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
         f"within the last {steps}{rate}"
     )
     return WeightGrowth(text, evidence, factors, advice)
+
+
+def drift_of(step: BadStep, reached: Collection[str]) -> str:
+    """Names a small weight that is another one since the guard began, or returns "".
+
+    It is a number that has come to or through 0, or is far larger or smaller.
+
+    Args:
+        step: The step.
+        reached: The names of those of which their size is told.
+    """
+    for _, name, weight in names_of(step.models):
+        first = step.last_steps.first.get(name)
+        if first is None or first.shape != weight.shape or name.endswith("bias"):
+            continue
+        now, was = (_largest(each.detach()) for each in (weight, first))
+        is_lost = weight.numel() == 1 and weight.dim() < 2
+        is_lost &= now < 0 < was or now == 0 != was
+        sizes = abs(now), abs(was)
+        has_moved = GROWN.is_passed(*sizes) or VANISHED.is_passed(*sizes[::-1])
+        if is_lost or (has_moved and name in reached):
+            up_to = "up to " * (weight.numel() > 1)
+            numbers = (f"{up_to}{told_number(each)}" for each in (now, was))
+            return "`{}` is {}; it was {} when the guard began".format(name, *numbers)
+    return ""
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The one value, or the largest magnitude of several."""
+    return float(values if values.numel() == 1 else values.abs().max())
 
 
 def _settings(

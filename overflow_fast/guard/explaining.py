@@ -28,7 +28,7 @@ from .requests.held_call import HeldCall
 from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
-from .watching.watch import ModelWatch
+from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
@@ -110,7 +110,7 @@ class Explaining:
         if compares:  # a replay with the step
             for watch in watches:
                 watch.recorder.note_row()
-        self._last_steps = LastSteps()
+        self._last_steps = LastSteps(models_of(watches) if is_asked else None)
         self._arguments = (
             *(config, watches, keeper, make_watches, find_optimizers),
             *(self._last_steps, compares),

@@ -238,44 +238,57 @@ def test_weights_that_diverge_are_no_news():
     assert news_of(lambda s: (rows(s, 8, 4),), loss_of, before=before) == ""
 
 
-def test_a_number_that_updates_walk_through_zero():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(2.5))
+class Scaled(nn.Module):
+    """A layer beside a small weight, which it has nothing to do with."""
 
-        def forward(self, x):
-            return self.scale.log() + 0 * x.sum()
+    def __init__(self, first, name):
+        super().__init__()
+        self.register_parameter(name, nn.Parameter(torch.tensor(first)))
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x).sum()
+
+
+# How a weight is when the guard begins, what is added to it then, and a loss.
+DRIFTS = {
+    "through 0": (2.5, -3.0, lambda m, x: m.scale.log() + m(x)),
+    "through 0, and the loss does not read it": (2.5, -3.0, lambda m, x: m(x) / 0),
+    "to 0 from below": (-3.0, 3.0, lambda m, x: m(x) / m.scale),
+    "to a large number": (0.5, 99.0, lambda m, x: m(x) * m.scale.exp()),
+    "to a small one": (3.0, -2.99997, lambda m, x: m(x) * (1 / m.scale) ** 8),
+    "several": ([0.5, 1.0], 99.0, lambda m, x: m(x) * m.scale.exp().sum()),
+    "a large number that is not read": (0.5, 99.0, lambda m, x: m(x) / 0),
+    "a gain as many have it": (1.0, 3.0, lambda m, x: m(x) / 0 * m.scale),
+    "a weight of one column": ([[2.5]], -3.0, lambda m, x: m(x) / 0),
+    "a bias": (2.5, -3.0, lambda m, x: m.bias.log() + m(x)),
+}
+TOLD = {
+    "through 0": "`scale` is -0.5; it was 2.5 when the guard began",
+    "through 0, and the loss does not read it": "`scale` is -0.5; it was 2.5 when",
+    "to 0 from below": "`scale` is 0; it was -3 when the guard began",
+    "to a large number": "`scale` is 99.5; it was 0.5 when the guard began",
+    "to a small one": "`scale` is 3e-05; it was 3 when the guard began",
+    "several": "`scale` is up to 100; it was up to 1 when the guard began",
+}
+
+
+@pytest.mark.parametrize("case", DRIFTS)
+def test_a_small_weight_that_is_another_one_since_the_guard_began(case):
+    first, change, loss_of = DRIFTS[case]
+    model = Scaled(first, "bias" if case == "a bias" else "scale")
+    (_, weight), *_ = model.named_parameters()
 
     def before(model, step):
-        model.scale.data.fill_(2.5 - step)
+        weight.data.copy_(torch.tensor(first) + change)
 
-    text = news_of(
-        lambda s: (rows(s, 8, 4),),
-        lambda m, x: m(x),
-        model=Scaled(),
+    told = news_of(
+        lambda s: (rows(0, 8, 4), s),
+        lambda m, x, s: loss_of(m, x) if s == BAD else m(x),
+        model=model,
         before=before,
     )
-    assert "`scale` went 2.5, 1.5, 0.5, -0.5" in text and "through 0" in text
-
-
-def test_a_number_that_came_to_zero_from_below():
-    class Divided(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(-3.0))
-
-        def forward(self, x):
-            return 1 / self.scale + 0 * x.sum()
-
-    def before(model, step):
-        model.scale.data.fill_(step - 3.0)
-
-    text = news_of(
-        lambda s: (rows(s, 8, 4),), lambda m, x: m(x), model=Divided(), before=before
-    )
-    assert "`scale` went 3, 2, 1, 0" in text and "without its sign" in text
-    assert "update" not in text
+    assert told.startswith(TOLD[case]) if case in TOLD else not told, told
 
 
 def test_where_nothing_is_new_nothing_is_told():

@@ -1,4 +1,4 @@
-"""The settings of optimizers' last steps, and the versions of weights after them."""
+"""The settings of optimizers' last steps, and weights before and after steps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from ... import _C
-from ...base.modules import stepped_by
+from ...base.modules import named_parameters, stepped_by
+from ...base.tensors import PLAIN
 
 _NUMBERS = (float, int, tuple, list)
 _KEPT = 16  # steps whose settings are kept, as many as weights' magnitudes are
+_SMALL = 16  # elements of a weight that is kept as it was at first; chosen
 
 
 class _LastStep(NamedTuple):
@@ -28,10 +31,22 @@ class LastSteps:
 
     Both may have changed when a weight is found to be non-finite: a scheduler sets the
     next learning rate, and other code writes to weights.
+
+    Args:
+        models: The models, by what their modules' names begin with.
+
+    Attributes:
+        first: Small weights, by name, as they are now, which is before the first step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, models: Mapping[str, nn.Module] | None = None) -> None:
         self._of: WeakKeyDictionary[Any, _LastStep] = WeakKeyDictionary()
+        self.first = {
+            f"{prefix}{name}": each.detach().clone()
+            for prefix, model in (models or {}).items()
+            for name, each in named_parameters(model)
+            if type(each) in PLAIN and not each.is_meta and 0 < each.numel() <= _SMALL
+        }
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
