@@ -30,7 +30,6 @@ from ..guard.report.findings import (
 from ..guard.report.gist import call_text
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
-from .bounds import least_divisor
 from .call_growth import CallGrowth, growth_of, leap_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
@@ -72,6 +71,7 @@ _CAUSES = {
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
 }
+DIVIDES_BY = "it divides by {:.3g}"
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _OF_RANKS = "no rank gave it non-finite values, and what it returned holds some"
@@ -180,9 +180,9 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         _add_growth(found, growth_of(op, ops))
         leap = None if found.reason else leap_before(op)
         found.reason = found.reason if leap is None else _leap_text(leap)
-        least = least_divisor(torch.float32)
-        if not found.reason and op.divisor is not None and op.divisor < least:
-            found.reason = f"it divides by {op.divisor:.3g}"
+        by = None if details is None else details.divisor
+        if not found.reason and by is not None:
+            found.reason = DIVIDES_BY.format(by)
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)

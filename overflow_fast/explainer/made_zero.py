@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base.torch_ops import has, is_sum
-from ..guard.report.gist import spoken_name, sum_text, told_number
+from ..guard.report.gist import applied_text, spoken_name, sum_text, told_number
 from .budget import Budget
 from .leaves import Leaf
 from .memory import TapedTensor
@@ -40,7 +40,11 @@ from .users_lines import operands_at, place_text
 _MOST_OPS = 48
 _MOST_TEXTS = 2  # of several makers; more are no answer
 _BELOW_ROUNDING = 4  # times the precision of the operands of a difference
+_NUMBERS = (int, float)
 _NEAR = 1e-2  # of a number that an operation has hardly changed
+# A number of which others near 0 are made, as its square: with less, one that made them
+# itself is passed over, and with more its maker is named with a number that is small.
+_SMALL = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +80,7 @@ def makers_of(op: OpCall, table: OpTable, budget: Budget) -> list[Maker]:
 
 
 def _failed(op: OpCall) -> Numbers | None:
-    """The number of 0 or less that an operation was given where it failed."""
+    """The number of 0 or less, or near it, that it was given where it failed."""
     failed = failed_place(op)
     if failed is None:
         return None
@@ -86,9 +90,14 @@ def _failed(op: OpCall) -> Numbers | None:
     if has(op.base, "divides"):
         divisor = op.given.get(id(op.args[-1]))
         given = [each for each in given or () if each.tensor is divisor]
-    if not given or len(given[0].at) > 1 or bool(given[0].values > 0):
+    if not given or len(given[0].at) > 1:
         return None
-    return given[0]
+    return given[0] if _is_small(op) or bool(given[0].values <= 0) else None
+
+
+def _is_small(op: OpCall) -> bool:
+    """True if an operation has overflowed by a divisor near 0."""
+    return op.details is not None and op.details.divisor is not None
 
 
 class _Walk:
@@ -103,6 +112,7 @@ class _Walk:
     def __init__(self, table: OpTable, failed: OpCall, budget: Budget) -> None:
         self._table, self._budget, self._left = table, budget, _MOST_OPS
         self._known_line = place_text(failed.named.sites)
+        self._is_small = _is_small(failed)
 
     def makers(self, numbers: Numbers, reader: OpCall) -> list[Maker]:
         """Finds what has made all of some numbers; nothing if it is not known.
@@ -169,7 +179,9 @@ class _Walk:
         if cancelled is not None:
             return [cancelled]
         if not made.is_zero:
-            return self._below_zero(op, made, given)
+            is_small = self._is_small and len(made.at) == 1
+            way = self._near_zero if is_small else self._below_zero
+            return way(op, made, given)
         if has(op.base, "bilinear") and is_each(op) and len(given) == 2:
             return self._product(op, made, given)
         if op.base in ("prod", "cumprod") and not bool(given[0].values.all()):
@@ -180,6 +192,26 @@ class _Walk:
         if len(zeros) < len(given) or has(op.base, "product"):
             return next(filter(None, (self.makers(each, op) for each in zeros)), [])
         return _together([self.makers(each, op) for each in zeros])
+
+    def _near_zero(
+        self, op: OpCall, made: Numbers, given: Sequence[Numbers]
+    ) -> list[Maker]:
+        """Goes on to the least of what it was given, or ends with what is not small."""
+        if has(op.base, "softmax"):
+            read, own = given[0].values, given[0].tensor.value[made.mask].double()
+            below = f"{told_number(float(read.max() - own))} below the largest"
+            text = f"{self._named(op)} made {made.spoken} of a score that is {below}"
+            return [Maker(op, made, f"{text} of {len(read)}")]
+        if any(len(each.at) > 1 for each in given):
+            return []
+        least = min(given, key=lambda each: float(each.values.abs()))
+        if abs(least.values) < _SMALL or _is_near(least.values, made.values):
+            return self.makers(least, op)
+        numbers = [float(e) for e in _arguments(op, made, given) if e is not None]
+        if len(numbers) < len(op.args):
+            return []
+        text = f"{applied_text(op.name, numbers)} is {made.spoken}{self._line(op)}"
+        return [Maker(op, made, text)]
 
     def _below_zero(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
@@ -274,13 +306,7 @@ class _Walk:
         is_sum = has(op.base, "difference") or op.base.rstrip("_") == "add"
         if not is_sum or not is_each(op) or op.kwargs.get("alpha", 1) != 1:
             return None
-        by_tensor = {id(each.tensor): each.values for each in given}
-        numbers = [
-            by_tensor.get(id(op.given.get(id(each))))
-            if isinstance(each, torch.Tensor)
-            else torch.full_like(made.values, each)
-            for each in op.args
-        ]
+        numbers = _arguments(op, made, given)
         one, other = numbers if op.base != "rsub" else numbers[::-1]
         return None if one is None or other is None else (one, other)
 
@@ -383,6 +409,19 @@ class _Walk:
 
     def _named(self, op: OpCall) -> str:
         return f"{spoken_name(op.name)}{self._line(op)}"
+
+
+def _arguments(
+    op: OpCall, made: Numbers, given: Sequence[Numbers]
+) -> list[torch.Tensor | None]:
+    """The numbers of each argument of an operation, None where these are not known."""
+    by_tensor = {id(each.tensor): each.values for each in given}
+    return [
+        by_tensor.get(id(op.given.get(id(each))))
+        if isinstance(each, torch.Tensor)
+        else (torch.full_like(made.values, each) if type(each) in _NUMBERS else None)
+        for each in op.args
+    ]
 
 
 def _together(parts: Sequence[list[Maker]]) -> list[Maker]:

@@ -25,7 +25,7 @@ import torch
 
 from .. import _C
 from ..base.tensors import are_plain
-from ..base.torch_ops import base_of, has, is_view
+from ..base.torch_ops import base_of, has, is_view, op_of
 from ..base.tree import find, tensors_in
 from ..guard.report.op import Op
 from ..torch_internals.replaying import schema_of
@@ -57,6 +57,7 @@ class Details:
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
         part: Where it was computed again, in words, if not as a whole; or "".
+        num_near: How many rows of its divisor are near 0, of how many; or none.
     """
 
     op: Op
@@ -65,6 +66,7 @@ class Details:
     last_index: Index | None = None
     columns: list[int] = field(default_factory=list)
     part: str = ""
+    num_near: tuple[int, ...] = ()
 
     @property
     def has_bad_inputs(self) -> bool:
@@ -76,6 +78,16 @@ class Details:
         """True if its true result is a finite number."""
         is_finite = self.why in (RANGE, TOO_LARGE, TOO_SMALL, WITHIN)
         return is_finite and self.op.true_value is not None
+
+    @property
+    def divisor(self) -> float | None:
+        """The divisor of a quotient that overflowed by it, or None."""
+        numbers = self.op.operands
+        is_quotient = op_of(base_of(self.op.name)).sign == "/" and len(numbers) == 2
+        if not (is_quotient and self.is_overflow):
+            return None
+        of, by = map(abs, numbers)
+        return numbers[1] if by < 1 and of * by < 1 else None
 
 
 # Whatever they return or write to comes from other ranks, and may not be there yet.

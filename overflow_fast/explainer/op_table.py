@@ -75,7 +75,7 @@ class OpTable(OpObserver):
             or returned, by their names.
         kinds: Knows which kinds of non-finite values tensors hold.
         undefined: The first and the last operations whose results float64 cannot tell,
-            each with those that it depends on.
+            or that overflow by their divisor, each with those that it depends on.
         is_compiled: True if an operation ran in a call of what was compiled.
         torch_calls: The torch calls that ran them, where these were recorded.
         carried: What the replay has read of bad values that the step itself may have
@@ -360,8 +360,9 @@ class OpTable(OpObserver):
                 replace(summary, name=self._name_of(tensor))
                 for summary, tensor in zip(details.op.inputs, op.read(), strict=True)
             ]
-            has_value = details.op.true_value is not None
-            if details.why == UNDEFINED and has_value and self._tape is not None:
+            is_open = details.why == UNDEFINED and details.op.true_value is not None
+            is_asked = is_open or details.divisor is not None
+            if is_asked and self._tape is not None:
                 self.undefined[op] = before = self._tape.before(op)
                 for each in before:
                     each.num_holders += 1

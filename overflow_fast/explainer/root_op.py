@@ -12,6 +12,7 @@ from ..base.text import error_line
 from ..base.torch_ops import has, op_of
 from ..base.tree import tensors_in
 from ..guard.report.op import Op
+from .bounds import least_divisor
 from .domain import outside_of_domain, value_at
 from .float64 import in_float64, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
@@ -80,6 +81,10 @@ def details_of(
         found.op.operands = _operands(op, found.op.first_index)
         found.columns = bad_columns(bad[0])
         _classify(op, found, bad[0], mask_counts)
+        if found.divisor is not None and isinstance(by := op.args[-1], torch.Tensor):
+            is_near = by.detach().abs() < least_divisor(by.dtype)
+            rows = is_near.reshape(len(by), -1).any(1) if by.dim() else is_near[None]
+            found.num_near = int(rows.sum()), len(rows)
     except Exception as error:
         why = error_line(error, 80)
         found.reason = f"it could not be computed again in float64 ({why})"

@@ -28,7 +28,7 @@ from .bad_step import BadStep
 from .budget import Budget
 from .calls import Call, ModelCall, name_outside, with_clean_batch
 from .effects.rule import StoppedError
-from .explain_origin import explain_root_op, tell_float64
+from .explain_origin import DIVIDES_BY, explain_root_op, tell_float64
 from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
@@ -43,7 +43,7 @@ from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
 from .trace_back import RootOp, memory_before
-from .weight_growth import find_growth
+from .weight_growth import drift_of, find_growth
 
 _USUAL = "`{}` held non-finite values in the last clean step, too"
 _SMALLER = "with weights as large as before it is finite"
@@ -353,7 +353,7 @@ class Search:
 
         parameters = (p for e in self.step.models.values() for p in e.parameters())
         weights = {table.number_of(each) for each in parameters if each.requires_grad}
-        lost, ops = None, table.undefined[source]
+        lost, ops = None, [] if found.is_overflow else table.undefined[source]
         with no_dispatch(), torch.no_grad():
             try:
                 for some in nearest_first(ops):
@@ -366,8 +366,11 @@ class Search:
         if lost is not None:
             explain_lost(lost, makers, found)
             self._lost, self._has_tie = lost.op, lost.tie is not None
-        if found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
-            texts = [*dict.fromkeys(each.text for each in makers)]
+        texts = [*dict.fromkeys(each.text for each in makers)]
+        if source.details is not None and source.details.divisor is not None:
+            if found.reason == DIVIDES_BY.format(source.details.divisor) and texts:
+                found.reason += f": {' and '.join(texts)}"
+        elif found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
             numbers = [] if found.op is None else found.op.operands
             least = [float(each.made.values.min()) for each in makers]
             # Of an input below 0 the first line has the number, and no reason.
@@ -431,6 +434,7 @@ class Search:
         failure.lost, failure.has_tie = self._lost, self._has_tie
         failure.sentinel = self._sentinel
         failure.others = self._others
+        failure.has_drifted = bool(drift_of(self.step, self.step.reached))
         if self._ranks.is_alone:
             call = self.replayer.calls[place]
             failure.clean = with_clean_batch(call, step.clean)

@@ -209,6 +209,55 @@ MADE = {
 }
 
 
+# What has made the number near 0 by which a quotient overflows.
+NEAR = {
+    "a square of an exponential": (
+        lambda x, y: 1 / (2 * (y * 0 - 48.3).exp() ** 2),
+        r"exp\(-48.3\) is 1.06e-21",
+    ),
+    "a derivative": (
+        lambda x, y: 1e-3 * y.detach() / (y * 0 - 50).exp(),
+        r"exp\(-50\) is 1.93e-22",
+    ),
+    "a softmax": (
+        lambda x, y: torch.tensor(1e3) / (y * 0 + 42 * torch.arange(3)).softmax(1),
+        r"softmax made 3.31e-37 of a score that is 84 below the largest of 3",
+    ),
+    "a sigmoid": (
+        lambda x, y: torch.tensor(1e3) / (y * 0 - 85).sigmoid(),
+        r"sigmoid\(-85\) is 1.22e-37",
+    ),
+    "a power": (
+        lambda x, y: y / (y.detach() * 0 + 0.1) ** 40,
+        r"0.1 \*\* 40 is 1e-40",
+    ),
+    "a number of the batch": (
+        lambda x, y: y / x,
+        r"`batch\[3, 0\]` is 1e-40",
+        lambda: with_row(1e-40),
+    ),
+    "a difference": (
+        lambda x, y: 1e25 * y.mean() / (x[3] - 0.5).square().square(),
+        r"0.5000000596 - 0.5 cancels to 5.96e-08",
+        lambda: with_row(0.5 + 2**-24),
+    ),
+    "a bound": (
+        lambda x, y: y / (0 * y.detach() + 5).clamp(None, 1e-40),
+        "",
+    ),
+    "many numbers": (lambda x, y: 1 / (y * 1e-42).abs().mean(), ""),
+}
+
+
+@pytest.mark.parametrize("case", NEAR)
+def test_what_has_made_a_divisor_near_0(case):
+    function, maker, *batch = NEAR[case]
+    found = explained(function, *(make() for make in batch))
+    assert found.cause == "range overflow", found
+    by = r"it divides by [-\d.e]+" + ": " * bool(maker)
+    assert re.fullmatch(by + maker, found.reason), found
+
+
 @pytest.mark.parametrize("case", MADE)
 def test_what_has_made_it(case):
     function, reason, *batch = MADE[case]

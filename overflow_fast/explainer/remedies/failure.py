@@ -55,6 +55,9 @@ class Failure:
         sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
         leap: The operation that made large numbers before an overflow, or None.
+        has_drifted: A small weight is another one since the guard began.
+        num_near: How many rows of a divisor are near 0, where it has a row of each
+            sample and the quotient overflowed by it; else 0.
         others: The replay of the step without the sample that fails, if it was run.
         clean: The call that failed with the batch of the last clean step, or None.
         is_compiled: True if the step calls code that was compiled.
@@ -81,6 +84,8 @@ class Failure:
     sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
     leap: OpCall | None = None
+    has_drifted: bool = False
+    num_near: int = 0
     others: ReplayResult | None = None
     clean: Call | None = None
     is_compiled: bool = False
@@ -126,6 +131,8 @@ class Failure:
                 calls=table.torch_calls,
             )
         op, made = root_op.source.named, mask_of(root_op.source)
+        details = root_op.source.details
+        near, size = (details and details.num_near) or (0, 0)
         ran = [each.module for each in table.ops[op.index :] if each.module]
         return cls(
             *(found, op, place),
@@ -133,6 +140,7 @@ class Failure:
             mask=made if isinstance(made, OpCall) else None,
             growth=growth_of(root_op.source, table.ops) if found.is_overflow else None,
             leap=leap_before(root_op.source) if found.is_overflow else None,
+            num_near=near if size == found.num_samples else 0,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
             in_float64=in_float64(table),

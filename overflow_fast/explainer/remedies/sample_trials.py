@@ -71,15 +71,17 @@ def _least_for_inf(bad: torch.Tensor, failure: Failure) -> Iterator[Trial]:
 def without_sample(
     failure: Failure, trials: Trials, without: SomeSamples
 ) -> Iterator[Trial]:
-    """The step without the one sample that fails, and with smaller numbers in it."""
+    """The step without the one sample that fails, and with smaller numbers in it.
+
+    None where it is not one alone that is to blame: others are as near to it, or a
+    weight is another one since the guard began.
+    """
     sample, call = failure.found.sample, trials.replayer.calls[failure.place]
-    if sample is None or failure.found.phase == "data":
+    is_of_all = failure.has_drifted or failure.num_near > 1
+    if sample is None or failure.found.phase == "data" or is_of_all:
         return
     outlier = outlier_in(call, sample) if sample.outlier else None
-    op = failure.found.op
-    true_value = None if op is None else op.true_value
-    is_too_large = failure.found.is_overflow and true_value in (math.inf, -math.inf)
-    again = " (the next such one does it again)" * is_too_large
+    again = " (the next such one does it again)"
     text, code = f"leave sample {int(sample)} out of this batch{again}", ""
     if outlier is not None:
         name, bound = outlier.name, outlier.bound

@@ -20,6 +20,7 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ...base.text import capitalized, counted
 from ...base.torch_ops import base_of, op_of
@@ -135,17 +136,20 @@ def call_text(op: Op) -> str:
 def _numbers_text(op: Op) -> str:
     if not op.operands:
         return call_text(op)
-    ran = spoken_name(op.derivative or op.name)
-    texts = [told_number(each) for each in op.operands]
-    sign = op_of(ran).sign
-    if sign and len(texts) == 2:
-        left, right = (f"({each})" if each[0] == "-" else each for each in texts)
-        numbers = f"{texts[0] if sign != '**' else left} {sign} {right}"
-    else:
-        numbers = f"{ran}({', '.join(texts)})"
+    numbers = applied_text(op.derivative or op.name, op.operands)
     if op.derivative:
         return f"{numbers} in the derivative of {spoken_name(op.name)}{_at(op)}"
     return f"{numbers}{_at(op)}"
+
+
+def applied_text(name: str, numbers: Sequence[float]) -> str:
+    """An operation of numbers, such as "log(0)" and "9 / 0"."""
+    ran, texts = spoken_name(name), [told_number(each) for each in numbers]
+    sign = op_of(ran).sign
+    if not sign or len(texts) != 2:
+        return f"{ran}({', '.join(texts)})"
+    left, right = (f"({each})" if each[0] == "-" else each for each in texts)
+    return f"{texts[0] if sign != '**' else left} {sign} {right}"
 
 
 def plain_number(value: float, digits: int = 3) -> str:
