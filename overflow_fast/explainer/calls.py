@@ -20,7 +20,6 @@ from ..base.tree import (
     NotRebuilt,
     Path,
     mapped,
-    path_text,
     tensors,
     tensors_in,
 )
@@ -30,6 +29,7 @@ from ..guard.kept_calls.held_function import argument_names
 from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
 from ..torch_internals.compiler import uncompiled
 from .captured import Captured
+from .leaves import name_in_code
 from .tensor_kinds import is_float
 
 
@@ -65,8 +65,10 @@ class Call(KeptCall):
 
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their places, such as `batch['x']`."""
+        held = self.variables()
         return [
-            (f"{name}{path_text(path)}", tensor) for name, path, tensor in self.places()
+            (name_in_code(name, held[name], path), tensor)
+            for name, path, tensor in self.places()
         ]
 
     def places(self) -> Iterator[tuple[str, Path, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..base.modules import modules_in, named_buffers, named_modules, named_parameters
 from ..base.tensors import PLAIN, extent_of
-from ..base.tree import Path, at, attributes, find, path_text
+from ..base.tree import ATTRIBUTE, Part, Path, at, attributes, find, path_text
 from ..guard.kept_calls.held_function import data_in
 from .memory import memory_of
 from .named_tensors import modules_by_name
@@ -69,6 +70,24 @@ class Leaf:
 _OWN = set(vars(nn.Module()))
 
 
+def name_in_code(variable: str, value: Any, path: Path) -> str:
+    """Names what a variable holds at a path as code reads it.
+
+    An object may hand out what a private attribute holds, as `data.x` of a batch of
+    graphs is `data._store['x']`: then its own `__getattr__` is asked, which the code
+    calls as well.
+    """
+    for place, (style, name) in enumerate(path[:-1]):
+        key, is_private = path[-1].value, style == "attribute" and name[:1] == "_"
+        owner = at(value, path[:place]) if is_private else None
+        if hasattr(type(owner), "__getattr__") and type(key) is str:
+            with contextlib.suppress(Exception):
+                if getattr(owner, key) is at(value, path):
+                    path = (*path[:place], Part(ATTRIBUTE, key))
+                    break
+    return f"{variable}{path_text(path)}"
+
+
 def held_leaves(
     models: Mapping[str, nn.Module], around: Mapping[str, Any]
 ) -> list[Leaf]:
@@ -93,7 +112,7 @@ def held_leaves(
             if each in seen:
                 continue
             seen.add(each)
-            name = f"{variable}{path_text(path)}"
+            name = name_in_code(variable, value, path)
             if isinstance(each, torch.Tensor):
                 look = functools.partial(at, value, path)
                 found.append(Leaf("object", name, each, look))

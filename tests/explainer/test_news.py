@@ -79,6 +79,38 @@ def test_what_the_function_makes_of_the_batch_is_known_by_samples():
     assert "(64 values of each of 3 steps before: at most 1." in text
 
 
+class Graphs:
+    """A batch of graphs, with its nodes and its edges; hands out what it stores."""
+
+    def __init__(self, x):
+        self._store = {"x": x, "edges": torch.tensor([[0, 1, 2], [1, 2, 3]])}
+
+    def __getattr__(self, key):
+        if key.startswith("_"):
+            raise AttributeError(key)
+        return self._store[key]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_an_object_of_which_each_step_has_another_is_a_batch(is_kept):
+    model, kept = make(), Graphs(rows(0, 8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = OverflowGuard(model, optimizer, explain=True)
+    with pytest.raises(NonFiniteError) as error:
+        for step in range(BAD + 1):
+            (x,) = in_another_unit(step)
+            data = kept if is_kept else Graphs(x)
+            data._store["x"] = x
+            loss = guard.run(
+                lambda data=data: model(data.x)[data.edges[0]].pow(2).mean()
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    new = error.value.report.explanation.news
+    assert new.startswith("`data.x` is up to 1.45e+30 in this") == (not is_kept), new
+
+
 def test_labels_that_are_nan():
     def batch_of(step):
         y = rows(step, 8, 1)

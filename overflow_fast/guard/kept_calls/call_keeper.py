@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -103,6 +103,7 @@ class CallKeeper:
         self._doubts_gradients = True
         self._now = _OfThread()
         self._forwards: list[KeptCall] = []  # of the function that runs
+        self._seen = weakref.WeakKeyDictionary[CodeType, dict[str, int]]()
 
     def begin(
         self, model: nn.Module, args: Any, kwargs: Any, has_stand_ins: bool = False
@@ -199,7 +200,7 @@ class CallKeeper:
         call = None
         with shield():
             self._look_for_gradients(model)
-            held = HeldFunction(function)
+            held = HeldFunction(function, self._seen)
             self.start.before_run(held.modules())
             devices = self._devices_of(model)
             ambient = Ambient(model, devices, generators=held.generators())

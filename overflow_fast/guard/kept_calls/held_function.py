@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -51,6 +51,8 @@ class HeldFunction:
     Args:
         function: The function. What it reads from variables around it, or has as
             arguments of `functools.partial`, is its batch if there are tensors in it.
+        seen: The `id` of each object that variables of a code held when it was held
+            last, to which it adds its own.
 
     Attributes:
         function: The same.
@@ -61,7 +63,11 @@ class HeldFunction:
         values: The batch: the values of those variables, by their names.
     """
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        seen: MutableMapping[types.CodeType, dict[str, int]] | None = None,
+    ) -> None:
         self.function = function
         self.values: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
@@ -83,7 +89,12 @@ class HeldFunction:
                     self._add(name, value)
             for name, value in defaults_of(self.plain):
                 self._add(name, value)
-        self._add_objects()
+        before = dict[str, int]()
+        if seen is not None and self.plain is not None:
+            code = self.plain.__code__
+            before = seen.get(code, before)
+            seen[code] = {name: id(each) for name, each in self._objects.items()}
+        self._add_objects(before)
 
     @property
     def given(self) -> dict[str, Any]:
@@ -142,12 +153,18 @@ class HeldFunction:
         elif any(not isinstance(t, nn.Parameter) for t in given_in(value)):
             self.values[name] = value
 
-    def _add_objects(self) -> None:
-        """Adds objects that hold data alone: as many rows as the rest of the batch."""
+    def _add_objects(self, before: Mapping[str, int]) -> None:
+        """Adds objects that hold data alone: as many rows as the rest of the batch.
+
+        Or, as a batch of graphs does, tensors of any size, if each call has another
+        such object.
+        """
         sizes = _sizes(given_in(self.values))
         for name, value in self._objects.items():
-            own = _sizes([tensor for _, tensor in data_in(value)])
-            if len(own) == 1 and (not sizes or own == sizes):
+            held = [tensor for _, tensor in data_in(value)]
+            own, is_new = _sizes(held), before.get(name, id(value)) != id(value)
+            is_new &= bool(held) and not any(each.requires_grad for each in held)
+            if is_new or (len(own) == 1 and (not sizes or own == sizes)):
                 self.values[name] = value
 
 
