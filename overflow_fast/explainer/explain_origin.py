@@ -71,7 +71,7 @@ _CAUSES = {
     EMPTY: causes.EMPTY_REDUCTION.name,
     SINGULAR: causes.ROUNDING.name,
 }
-DIVIDES_BY = "it divides by {:.3g}"
+DIVIDES_BY = "it divides by "
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
 _OF_RANKS = "no rank gave it non-finite values, and what it returned holds some"
@@ -128,7 +128,9 @@ def _nan_of_infs(chain: Sequence[OpCall]) -> list[str]:
         if op.kinds & NAN:
             signs = {NEGATIVE_INF: "-inf", INF & ~NEGATIVE_INF: "inf"}
             product = f"0 * {signs.get(kinds, 'an infinite value')}"
-            text = f"{product} {FOLLOWS}{place_text(op.sites)}"
+            line = place_text(op.sites)
+            is_other = line != place_text(chain[0].named.sites)
+            text = f"{product} {FOLLOWS}{line * is_other}"
             return [text] if op.base == "mul" else []
     return []
 
@@ -182,7 +184,7 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         found.reason = found.reason if leap is None else _leap_text(leap)
         by = None if details is None else details.divisor
         if not found.reason and by is not None:
-            found.reason = DIVIDES_BY.format(by)
+            found.reason = f"{DIVIDES_BY}{by:.3g}"
     is_hidden = named is not op and named.makes_bad and not named.is_meant
     if in_gradients and not op.in_backward:
         found.notes.append(SEEN_IN_BACKWARD)

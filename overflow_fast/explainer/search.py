@@ -367,9 +367,9 @@ class Search:
             explain_lost(lost, makers, found)
             self._lost, self._has_tie = lost.op, lost.tie is not None
         texts = [*dict.fromkeys(each.text for each in makers)]
-        if source.details is not None and source.details.divisor is not None:
-            if found.reason == DIVIDES_BY.format(source.details.divisor) and texts:
-                found.reason += f": {' and '.join(texts)}"
+        if found.is_overflow:
+            is_open = bool(texts) and found.reason.startswith(DIVIDES_BY)
+            found.reason += f": {' and '.join(texts)}" * is_open
         elif found.cause in (UNDEFINED.name, SINGULAR_GRADIENT.name):
             numbers = [] if found.op is None else found.op.operands
             least = [float(each.made.values.min()) for each in makers]

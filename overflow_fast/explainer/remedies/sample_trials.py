@@ -73,16 +73,17 @@ def without_sample(
 ) -> Iterator[Trial]:
     """The step without the one sample that fails, and with smaller numbers in it.
 
-    None where it is not one alone that is to blame: others are as near to it, or a
+    Without an outlier in it that is none where others are as near to failing, or a
     weight is another one since the guard began.
     """
     sample, call = failure.found.sample, trials.replayer.calls[failure.place]
-    is_of_all = failure.has_drifted or failure.num_near > 1
-    if sample is None or failure.found.phase == "data" or is_of_all:
+    if sample is None or failure.found.phase == "data":
         return
     outlier = outlier_in(call, sample) if sample.outlier else None
     again = " (the next such one does it again)"
     text, code = f"leave sample {int(sample)} out of this batch{again}", ""
+    if outlier is None and (failure.has_drifted or failure.num_near > 1):
+        return
     if outlier is not None:
         name, bound = outlier.name, outlier.bound
         text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
