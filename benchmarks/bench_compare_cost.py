@@ -26,18 +26,18 @@ ROUNDS = 2 if QUICK else 3
 HOME = os.environ.get("MSPROBE", "")
 COLUMNS = [
     *("model", "batch", "rows", "step s", "fingerprints", "bytes"),
-    *("tensors", "bytes with tensors", "compare_live", "shadow", "memory"),
+    *("compare_live", "shadow", "memory"),
     *("msprobe statistics", "its bytes", "msprobe tensors", "bytes of these"),
 ]
 NOTES = (
     "A training step (forward, backward) of models from their configs, float32, one "
-    "thread. `fingerprints` and `tensors`: CPU time of a recorded step over that of a "
-    "bare one, medians of alternating rounds (goal for fingerprints: below 1.3). "
+    "thread. `fingerprints`: CPU time of a recorded step over that of a bare one, medians "
+    "of alternating rounds (goal: below 1.3). "
     "`compare_live`: CPU time of the comparison of two equal models, gradients "
     "included, over that of their two steps (goal: below 1.2); `shadow`: of a bfloat16 "
     "model with its float32 copy, over a step of each. `memory`: how much more a "
     "process holds at most while `compare_live` runs than while the two steps run in "
-    "turn (for comparison, the tensors of one step are `bytes with tensors`). "
+    "turn. "
     "`msprobe`: its dump of the same step at its level `mix`, as above. A row is about "
     "1.4 KB: a step of Llama 2 7B has 2,500 of them at most, 3.5 MB a rank (by "
     "arithmetic, not run)."
@@ -111,20 +111,19 @@ def measure(name: str) -> dict[str, Any]:
         each.zero_grad()
         each(**batch).loss.backward()
 
-    sizes: dict[bool, int] = {}
+    sizes: list[int] = []
 
-    def record(tensors: bool) -> None:
+    def record() -> None:
         with tempfile.TemporaryDirectory() as top:
             folder = Path(top) / "run"
-            with overflow_fast.recording(folder, model, tensors=tensors):
+            with overflow_fast.recording(folder, model):
                 step()
-            sizes[tensors] = bytes_of(folder.rglob("*"))
+            sizes.append(bytes_of(folder.rglob("*")))
 
     functions: dict[str, Callable[[], Any]] = {
         "bare": step,
         "bare half": lambda: step(half),
-        "fingerprints": lambda: record(False),
-        "tensors": lambda: record(True),
+        "fingerprints": record,
         "live": lambda: overflow_fast.compare_live(model, other, batch, backward=True),
         "shadow": lambda: overflow_fast.shadow(half, batch, backward=True),
     }
@@ -145,9 +144,7 @@ def measure(name: str) -> dict[str, Any]:
         "rows": len(rows),
         "step s": f"{bare:.3f}",
         "fingerprints": f"{median['fingerprints'] / bare:.2f}x",
-        "bytes": size_text(sizes[False]),
-        "tensors": f"{median['tensors'] / bare:.2f}x",
-        "bytes with tensors": size_text(sizes[True]),
+        "bytes": size_text(sizes[-1]),
         "compare_live": f"{median['live'] / (2 * bare):.2f}x",
         "shadow": f"{median['shadow'] / (bare + median['bare half']):.2f}x",
         "memory": size_text(max(0, more)),

@@ -34,14 +34,6 @@ def add_compare(commands: Commands) -> None:
         help="a regular expression in its module names, and its replacement",
     )
     parser.add_argument(
-        "--threshold",
-        type=float,
-        help="also highlight rows with a largest absolute difference above this",
-    )
-    parser.add_argument(
-        "--cosine", type=float, help="also highlight rows with a lower cosine"
-    )
-    parser.add_argument(
         *("-o", "--output"),
         metavar="FILE.html",
         help="also write the comparison as a page",
@@ -65,8 +57,6 @@ def _run_compare(parsed: argparse.Namespace) -> int:
             parsed.recording,
             parsed.reference,
             names={old: new for old, _, new in pairs},
-            threshold=parsed.threshold,
-            cosine=parsed.cosine,
         )
         if output:
             found.to_html(output)

@@ -8,14 +8,10 @@ compared, is said once for all steps that have it.
 from __future__ import annotations
 
 import collections
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
-from ...base.modules import tensor_name
-from ...base.tensors import check_number
 from ...base.text import capitalized, counted, numbered, some, with_progress
 from .comparison import Comparison
 from .earlier_steps import EarlierSteps
@@ -23,7 +19,7 @@ from .first_difference import RUNS, StepContext, find_root_difference, unreached
 from .judged_rows import TensorDifference, difference_of, judge_all
 from .matching import Matched, is_shared, match, tensors_of
 from .recorded import RankStep, RecordedTensor, RecordingError, read_run
-from .run_settings import RUN, TIED
+from .run_settings import RUN
 from .unlike import Unlike
 
 _MAX_NAMES = 6  # in a sentence; chosen
@@ -34,8 +30,6 @@ def compare(
     reference: str | os.PathLike[str],
     *,
     names: Mapping[str, str] | None = None,
-    threshold: float | None = None,
-    cosine: float | None = None,
 ) -> Comparison:
     """Compares two recordings layer by layer, and names the first that differs.
 
@@ -49,22 +43,18 @@ def compare(
         run: The folder of a recording.
         reference: The folder of the one to compare it with.
         names: Regular expressions in module names of `run`, and their replacements.
-        threshold: Also highlight rows with a largest absolute difference above this;
-            with a relative one, where there are fingerprints alone.
-        cosine: Also highlight rows with a lower cosine similarity.
 
     Returns:
         The comparison. Print it, or see its `first`.
 
     Raises:
         RecordingError: If a folder holds no recording. It is a ValueError.
-        ValueError: If a threshold is nan, negative, or no cosine, or a pattern wrong.
+        ValueError: If a pattern is wrong.
     """
-    check_thresholds(threshold, cosine)
     names = names_of(names)
     mine, its = read_run(run), read_run(reference)
-    result = Comparison(mine.name, its.name, threshold=threshold)
-    steps = StepComparison(result, names, threshold, cosine)
+    result = Comparison(mine.name, its.name)
+    steps = StepComparison(result, names)
     both = sorted(mine.files.keys() & its.files.keys())
     for step in with_progress(both, "steps", len(both)):
         own, other = mine.ranks(step), its.ranks(step)
@@ -107,39 +97,19 @@ def names_of(names: Mapping[str, str] | None) -> dict[str, str]:
     return dict(names)
 
 
-def check_thresholds(threshold: Any, cosine: Any) -> None:
-    """Raises a TypeError or ValueError if a threshold can highlight nothing."""
-    for name, value in (("threshold", threshold), ("cosine", cosine)):
-        if value is not None:
-            check_number(name, value)
-    if threshold is not None and (math.isnan(threshold) or threshold < 0):
-        raise ValueError(f"threshold must be 0 or more, got {threshold}")
-    if cosine is not None and not -1 <= cosine <= 1:
-        raise ValueError(f"cosine must be from -1 to 1, got {cosine}")
-
-
 class StepComparison:
     """Compares steps of two runs, and keeps what is to be said of them.
 
     Args:
         result: Gets the steps.
         names: Patterns of module names of the first run, and what the reference has.
-        threshold: See `compare()`.
-        cosine: See there.
 
     Attributes:
         unlike: How the settings are unlike.
     """
 
-    def __init__(
-        self,
-        result: Comparison,
-        names: Mapping[str, str],
-        threshold: float | None = None,
-        cosine: float | None = None,
-    ) -> None:
+    def __init__(self, result: Comparison, names: Mapping[str, str]) -> None:
         self._result, self._names = result, names
-        self._threshold, self._cosine = threshold, cosine
         self._remarks = dict[str, dict[int, None]]()  # the steps of each
         self._earlier = EarlierSteps()
         self.unlike = Unlike()
@@ -179,7 +149,6 @@ class StepComparison:
         self._earlier.add(step, rows)
         sides = (side.line.settings for side in (*own, *other))
         self._earlier.add_optimizers(sides, known.settings)
-        mark(rows, self._threshold, self._cosine)
         self._result.num_alone += sum(map(len, matched.alone))
         self._result.add_step(step, rows, first)
         for text in (*remarks, *_left_out(rows, matched)):
@@ -188,20 +157,7 @@ class StepComparison:
     def _context(
         self, own: Sequence[RankStep], other: Sequence[RankStep], matched: Matched
     ) -> StepContext:
-        known = StepContext(matched.missing_modules(), matched.lone_sources())
-        both = own, other
-        known.with_gradients = [
-            run
-            for side, run in zip(both, RUNS, strict=True)
-            if any(rank.line.had_gradients for rank in side)
-        ]
-        known.tied = {
-            tensor_name(module, name)
-            for rank in (*own, *other)
-            for module, values in rank.line.settings.items()
-            for name, value in values.items()
-            if value.startswith(TIED)
-        }
+        known = StepContext(matched.lone_sources())
         twins = {a.line.module: b.line.module for a, b in matched.pairs}
         settings = dict[str, dict[str, None]]()  # in sets that keep their order
         for a, b in _rank_pairs(own, other):
@@ -283,29 +239,3 @@ def _left_out(rows: Sequence[TensorDifference], matched: Matched) -> Iterator[st
 
 def _some(names: Iterable[object]) -> str:
     return some(map(str, names), _MAX_NAMES)
-
-
-def mark(
-    rows: Sequence[TensorDifference], threshold: float | None, cosine: float | None
-) -> None:
-    """Highlights the rows beyond the user's own thresholds.
-
-    Args:
-        rows: The rows.
-        threshold: Of the largest absolute difference, or where that is not known of the
-            relative one; None for no such threshold.
-        cosine: The least cosine, or None.
-    """
-    for row in rows:
-        measures = row.measures
-        if measures is None:
-            continue
-        found = []
-        largest = measures.max_abs
-        value = measures.relative if largest is None else largest
-        if threshold is not None and value > threshold:
-            name = "relative difference" if largest is None else "max abs"
-            found.append(f"{name} {value:.2g} > {threshold:g}")
-        if cosine is not None and measures.cosine < cosine:
-            found.append(f"cosine {measures.cosine:.4g} < {cosine:g}")
-        row.highlight = "; ".join(found)

@@ -36,12 +36,10 @@ class Comparison:
         name: The first run.
         reference: The run that it is compared with.
         rows: A row for each pair of tensors of one step, in the order of execution:
-            the step of the first difference; where there is none, the first with a row
-            beyond the user's thresholds, else that of the largest difference.
+            the step of the first difference; where there is none, that of the largest.
         said: What is to be known first: how the runs were unlike, and what could not be
             compared, in sentences.
         first: The first difference that is more than rounding explains, or None.
-        threshold: The user's own threshold, or None.
         num_alone: How many tensors one run alone has.
         steps: The steps that were compared, in their order.
         num_computed: How many pairs were compared that models have computed: no
@@ -53,15 +51,14 @@ class Comparison:
     rows: list[TensorDifference] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     first: RootDifference | None = None
-    threshold: float | None = None
     num_alone: int = 0
     steps: list[int] = field(default_factory=list)
     num_computed: int = 0
     _counts: collections.Counter[str] = field(
         default_factory=collections.Counter, init=False, repr=False
     )
-    # Of the step of `rows`: a difference, a highlight, the largest `times`.
-    _size: tuple[bool, bool, float] | None = field(default=None, init=False, repr=False)
+    # Of the step of `rows`: whether it has a difference, the largest `times`.
+    _size: tuple[bool, float] | None = field(default=None, init=False, repr=False)
 
     def add_step(
         self,
@@ -78,12 +75,10 @@ class Comparison:
         """
         self.steps.append(step)
         self._counts.update(row.verdict for row in rows)
-        compared = [row.place for row in rows if row.measures is not None]
+        compared = [row.place for row in rows if not row.why]
         self.num_computed += sum(each.is_computed for each in compared)
         largest = max((row.times or 0.0 for row in rows), default=0.0)
-        is_highlighted = any(row.highlight for row in rows)
-        # Of several with a highlight the first one, whatever its size.
-        size = first is not None, is_highlighted, 0.0 if is_highlighted else largest
+        size = first is not None, largest
         if self._size is None or size > self._size:
             self.rows, self.first, self._size = list(rows), first, size
 
@@ -94,8 +89,8 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        """True if a difference is more than rounding, or beyond a threshold."""
-        return self.first is not None or any(row.highlight for row in self.rows)
+        """True if a difference is more than rounding."""
+        return self.first is not None
 
     @property
     def num_compared(self) -> int:
@@ -146,7 +141,7 @@ class Comparison:
     def _rows_to_print(self) -> list[TensorDifference]:
         """The rows from the first difference on; else the largest ones."""
         first = None if self.first is None else self.first.row
-        compared = [r for r in self.rows if r.relative or r.highlight or r is first]
+        compared = [r for r in self.rows if r.relative or r is first]
         if first is not None:
             at = next(i for i, row in enumerate(compared) if row is first)
             return compared[at : at + _MAX_ROWS]
@@ -163,7 +158,6 @@ class Comparison:
             "differs": self.differs,
             "verdict": self.verdict(),
             "counts": self.counts(),
-            "threshold": self.threshold,
             "num_alone": self.num_alone,
             "steps": self.steps,
             "said": self.said,
@@ -174,16 +168,6 @@ class Comparison:
     def to_json(self) -> str:
         """The comparison as JSON."""
         return dumps(self.to_dict(), indent=1)
-
-    def to_dataframe(self) -> Any:
-        """The rows as a `pandas.DataFrame`, which writes CSV and other tables.
-
-        Raises:
-            ImportError: If pandas is not installed.
-        """
-        import pandas  # type: ignore[import-untyped]
-
-        return pandas.DataFrame([row.to_dict() for row in self.rows])
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Writes a page that needs no network.
@@ -197,10 +181,7 @@ class Comparison:
         return save_page(path, lambda: _page_of(self.to_dict()))
 
 
-HEADS = (
-    *("verdict", "tensor", "relative", "times", "propagated", "cosine", "max abs"),
-    "dtypes",
-)
+HEADS = ("verdict", "tensor", "relative", "times", "propagated", "dtypes")
 
 
 def _table(rows: list[TensorDifference]) -> list[str]:
@@ -210,19 +191,15 @@ def _table(rows: list[TensorDifference]) -> list[str]:
 
 def _cells_of(row: TensorDifference) -> list[str]:
     """The texts of a row, for `HEADS`."""
-    measures = row.measures
     dtypes = " / ".join(dict.fromkeys(row.dtypes))
-    if measures is None:
-        return [row.verdict, row.name, row.why, *[""] * 4, dtypes]
-    estimate = "" if measures.is_exact or not row.relative else "~"
+    if row.why:
+        return [row.verdict, row.name, row.why, *[""] * 2, dtypes]
     return [
-        row.verdict + (" !" if row.highlight else ""),
+        row.verdict,
         row.name,
-        f"{estimate}{measures.relative:.2e}",
+        f"{row.relative:.1e}",
         "" if row.times is None else rounded(row.times),
         f"{row.propagated:.1e}" if row.propagated else "",
-        f"{estimate}{measures.cosine:.{measures.cosine_digits}f}",
-        "" if measures.max_abs is None else f"{measures.max_abs:.2e}",
         dtypes,
     ]
 
@@ -254,14 +231,13 @@ def _page_of(plain: Mapping[str, Any]) -> str:
 _OPTIONAL: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "reference": lambda row: bool(row["reference_name"] != row["name"]),
     "propagated": lambda row: bool(row["propagated"]),
-    "max abs": lambda row: row["max_abs"] is not None,
     "nan": lambda row: bool(row["num_nan"] or row["reference_num_nan"]),
     "inf": lambda row: bool(row["num_inf"] or row["reference_num_inf"]),
-    "remarks": lambda row: any((row["why"], row["highlight"], *row["notes"])),
+    "remarks": lambda row: any((row["why"], *row["notes"])),
 }
 
 
-def _short_number(value: Any, form: str = ".3g") -> str:
+def _short_number(value: Any) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
-    return format(value, form) if isinstance(value, float) else str(value)
+    return format(value, ".3g") if isinstance(value, float) else str(value)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...base.text import capitalized
 from .first_difference import RootDifference
-from .judged_rows import EQUAL, FLAGGED, INTRODUCED, PROPAGATED, TensorDifference
+from .judged_rows import FLAGGED, INTRODUCED, PROPAGATED, TensorDifference
 from .recording_schema import STATE
 from .run_settings import OPTIMIZER, Settings
 
@@ -30,9 +30,9 @@ class EarlierSteps:
     """Judges weights by the steps before, and describes an update."""
 
     def __init__(self) -> None:
-        self._steps, self._with_gradients = list[int](), list[int]()
-        self._is_equal = self._has_equal_gradients = True
-        self._last = set[str]()  # the parameters with a gradient in the last of them
+        self._has_compared = False
+        self._last_step = -2  # that had gradients
+        self._last = set[str]()  # the parameters with a gradient in it
         # Of each rank's parameter the largest relative difference of its gradients; of
         # buffers, by the name "", of all that was propagated.
         self._relative = collections.defaultdict[tuple[int | None, str], float](float)
@@ -54,22 +54,19 @@ class EarlierSteps:
             if row.place.phase != STATE or row.verdict != INTRODUCED or not before:
                 continue
             row.propagated = before if is_buffer or is_linear else math.inf
-            if row.measures is not None and row.relative <= FLAGGED * row.propagated:
+            if not row.why and row.relative <= FLAGGED * row.propagated:
                 row.verdict = PROPAGATED
                 left |= math.isinf(row.propagated)
         return left
 
     def add(self, step: int, rows: Sequence[TensorDifference]) -> None:
         """Adds a step that was compared."""
-        compared = [row for row in rows if row.measures is not None]
+        compared = [row for row in rows if not row.why]
         gradients = [r for r in compared if r.place.role == "parameter_gradient"]
-        if compared:
-            self._steps.append(step)
-            self._is_equal &= all(row.verdict == EQUAL for row in compared)
+        self._has_compared |= bool(compared)
         if gradients:
-            self._with_gradients.append(step)
+            self._last_step = step
             self._last = {each.place.fqn for each in gradients}
-            self._has_equal_gradients &= all(g.verdict == EQUAL for g in gradients)
         found = [(row.place.fqn, row) for row in gradients]
         found += [("", row) for row in compared if row.verdict == PROPAGATED]
         for name, row in found:
@@ -95,18 +92,15 @@ class EarlierSteps:
 
     def described(self, first: RootDifference) -> RootDifference:
         """Adds what is known of these steps to the first difference."""
-        row, steps = first.row, self._with_gradients
-        before = "no difference" if self._is_equal else "no more than rounding"
-        first = dataclasses.replace(first, earlier=tuple(self._steps), before=before)
+        row = first.row
+        first = dataclasses.replace(first, is_of_several=self._has_compared)
         is_weight = first.kind == "weights" and row.place.role == "parameter"
-        is_next = bool(steps) and steps[-1] == row.step - 1
+        is_next = self._last_step == row.step - 1
         if not (is_weight and is_next and row.place.fqn in self._last):
             return first
         if row.has_other_shape:
             return first
-        first.kind, first.earlier = "update", tuple(steps)
-        how = "equal" if self._has_equal_gradients else "equal but for rounding"
-        first.before = f"gradients {how}"
+        first.kind = "update"
         makers = [
             f"{capitalized(n)}: {'; '.join(t)}." for n, t in self._changes.items()
         ]

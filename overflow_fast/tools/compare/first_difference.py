@@ -45,8 +45,7 @@ class RootDifference:
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
         ranks: The ranks of which the same row shows it, if rows are of ranks.
-        earlier: The steps before that were compared.
-        before: How those were, such as "no difference".
+        is_of_several: Whether steps before it were compared.
     """
 
     module: str
@@ -58,8 +57,7 @@ class RootDifference:
     remark: str = ""
     unknown: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    earlier: tuple[int, ...] = ()
-    before: str = ""
+    is_of_several: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """It as texts and numbers."""
@@ -75,7 +73,6 @@ class RootDifference:
             "op": self.op,
             "remark": self.remark,
             "unknown": list(self.unknown),
-            "earlier": list(self.earlier),
             "sentence": str(self),
         }
 
@@ -85,11 +82,10 @@ class RootDifference:
         if self.op:
             text += f" The first operation that differs: {self.op}."
         text = f"{text} {self.remark}".strip()
-        if self.earlier:
+        if self.is_of_several:
             when = "Before" if self.kind in ("weights", "update") else "In"
-            steps = numbered("step", self.earlier)
-            head = f"{when} step {self.row.step}, with {self.before} in {steps}: "
-            text = head + "the update. " * (self.kind == "update") + text
+            update = "the update. " * (self.kind == "update")
+            text = f"{when} step {self.row.step}: {update}{text}"
         return printable(text)
 
     def _sentence(self) -> str:
@@ -123,6 +119,12 @@ class RootDifference:
         text = (
             f"{where}{name}{of_class} {does}{amount}. It shows at {row.place}{after}."
         )
+        if self.kind == "backward" and not row.place.is_of_call:
+            text = (
+                f"{row.place} differs{amount}. Backward of {name}{of_class} makes it, "
+                "or other code that uses the parameter (the loss, a hook, a module "
+                "that shares it), or a gradient was there before."
+            )
         if self.unknown:
             places = some(self.unknown, _MAX_PLACES)
             text += (
@@ -134,7 +136,7 @@ class RootDifference:
 def _amount(row: TensorDifference) -> str:
     if row.has_other_shape:
         return f", of shapes {row.shapes[0]} and {row.shapes[1]}"
-    if row.measures is None:
+    if row.why:
         return ""
     if row.has_other_counts:
         (nan, its_nan), (inf, its_inf) = map(row.numbers, ("num_nan", "num_inf"))
@@ -153,22 +155,16 @@ class StepContext:
     """Facts of a step beside its rows.
 
     Attributes:
-        missing: The modules of which a run has activations that the other lacks.
         lone_sources: The inputs, parameters and buffers of modules that one run lacks.
         settings: How the settings of modules differ, in sentences.
-        tied: The parameters that are one tensor with another.
         detached: The modules that no gradient reaches in the first run, and those in
             the reference, that one reaches in the other; from the loss on.
-        with_gradients: The runs that had gradients when the backward began.
         has_other_random: Whether random numbers were drawn from unequal states.
     """
 
-    missing: set[str] = field(default_factory=set)
     lone_sources: Mapping[str, Sequence[str]] = field(default_factory=dict)
     settings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    tied: set[str] = field(default_factory=set)
     detached: Sequence[Sequence[str]] = ((), ())
-    with_gradients: Sequence[str] = ()
     has_other_random: bool = False
 
 
@@ -257,7 +253,7 @@ def _in_forward(
     unknown = [
         r.name
         for r in before
-        if r.measures is None and r.rank == row.rank and _is_source(r, row, module)
+        if r.why and r.rank == row.rank and _is_source(r, row, module)
     ]
     unknown += known.lone_sources.get(module, ())
     remark = ""
@@ -346,8 +342,7 @@ def _in_gradients(
     """Finds whether backward made a gradient, or code between it and the step."""
     place = row.place
     gradients = [r for r in rows if r.place.role == "parameter_gradient"]
-    backward = [r for r in rows if r.place.phase == BACKWARD and r not in gradients]
-    left = {r.place.fqn for r in backward if r.place.role == "accumulated_gradient"}
+    left = {r.place.fqn for r in rows if r.place.role == "accumulated_gradient"}
     made = [r for r in gradients if r.verdict == INTRODUCED and r.rank == row.rank]
     several = len({r.place.module for r in made}) > 1
     first = RootDifference("", "", "gradients", row)
@@ -355,24 +350,12 @@ def _in_gradients(
         first.remark = f"Made between backward and step: {_BETWEEN}."
     elif place.role == "parameter_gradient" and not left and several:
         first.remark = f"Made by {_BETWEEN}, or by the backward of these layers."
-    elif place.fqn in known.tied:
-        first.remark = (
-            "It is a parameter of several modules, whose backward adds to it."
-        )
-    elif known.with_gradients:
-        runs = " and ".join(known.with_gradients)
-        first.remark = f"In {runs} parameters had gradients when backward began, to "
-        first.remark += "which it adds."
     else:
+        first = RootDifference(place.module, place.class_name, "backward", row)
         own = [r for r in rows if r.rank == row.rank and r.place.module == place.module]
-        own = [r for r in own if r.place.phase != STATE and r.measures is None]
-        first.module, first.class_name = place.module, place.class_name
-        first.remark = "Or code outside of it, such as the loss or a hook, uses the "
-        first.remark += "parameter itself."
-        if own or place.module in known.missing:
-            first.remark = "What made them could not be compared."
-        else:
-            first.kind = "backward"
+        unknown = [r.name for r in own if r.why and r.place.phase != STATE]
+        unknown += known.lone_sources.get(place.module, ())
+        first.unknown = tuple(unknown)
     return first
 
 

@@ -18,7 +18,7 @@ from ...explainer.op_trace import ModuleStack, OpObserver, OpTrace
 from ...explainer.users_lines import Sites, code_at
 from ..precision.layers import expected_error
 from .judged_rows import FLAGGED, coarser, epsilon
-from .summary import Summary, estimated, fetch, summarize, values_of
+from .summary import Summary, distance, fetch, summarize, values_of
 
 _MAX_OPS = 5000  # of one module's call; chosen, not measured
 _ROUNDINGS = 3  # of its inputs, weights and result, as `_LEAF` of judged_rows.py
@@ -118,7 +118,7 @@ def first_difference(ops: list[_Op], others: list[_Op]) -> str:
         ):
             kind = coarser(dtype, its_dtype)
             step = epsilon(kind) and expected_error(getattr(torch, kind), _ROUNDINGS)
-            relative = estimated(own, other).relative
+            relative = distance(own, other)
             if relative >= FLAGGED * max(step, worst):
                 return mine.text
             worst = max(worst, relative)

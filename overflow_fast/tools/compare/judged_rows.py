@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ...base.tensors import dtype_named
 from ..precision.layers import expected_error
 from .recorded import RecordedTensor
 from .recording_schema import BACKWARD, STATE, RowLine
-from .summary import Measures, estimated, factor_of, measured
+from .summary import distance, factor_of
 
 EQUAL, ROUNDING, INTRODUCED = "equal", "rounding", "introduced"
 PROPAGATED, NOT_COMPARED = "propagated", "not compared"
@@ -47,12 +47,11 @@ class TensorDifference:
         mine: The tensor of the first run.
         its: That of the reference.
         step: The step.
-        measures: How far apart they are; None if they were not compared.
         why: Why they were not compared, or "".
+        relative: The relative L2 difference; 0 if it is not known.
         explained: The relative difference that rounding explains.
         propagated: The relative difference of what it was computed from.
         verdict: "equal", "rounding", "introduced", "propagated" or "not compared".
-        highlight: The user's own threshold that it exceeds, or "".
         notes: What else there is to know.
         factor: The number that the reference was multiplied by, if that is the whole
             difference but for rounding; else None.
@@ -61,12 +60,11 @@ class TensorDifference:
     mine: RecordedTensor
     its: RecordedTensor
     step: int
-    measures: Measures | None = None
     why: str = ""
+    relative: float = 0.0
     explained: float = 0.0
     propagated: float = 0.0
     verdict: str = NOT_COMPARED
-    highlight: str = ""
     notes: list[str] = field(default_factory=list)
     factor: float | None = None
 
@@ -117,14 +115,9 @@ class TensorDifference:
         return f"{self.place}{of_rank}"
 
     @property
-    def relative(self) -> float:
-        """The relative L2 difference; 0 if it is not known."""
-        return 0.0 if self.measures is None else self.measures.relative
-
-    @property
     def times(self) -> float | None:
         """The difference as a multiple of what rounding explains; None: not known."""
-        if self.measures is None or not self.explained:
+        if self.why or not self.explained:
             return None
         return self.relative / self.explained
 
@@ -137,7 +130,7 @@ class TensorDifference:
     @property
     def has_other_shape(self) -> bool:
         """True if the two were not compared for their shapes."""
-        return self.measures is None and self.shapes[0] != self.shapes[1]
+        return bool(self.why) and self.shapes[0] != self.shapes[1]
 
     @property
     def has_other_counts(self) -> bool:
@@ -145,15 +138,9 @@ class TensorDifference:
         counts = map(self.numbers, ("num_nan", "num_inf"))
         return any(mine != its for mine, its in counts)
 
-    @property
-    def is_one_sided(self) -> bool:
-        """True if values are finite on one side alone."""
-        odd = self.measures is not None and bool(self.measures.num_one_sided)
-        return odd or self.has_other_counts
-
     def to_dict(self) -> dict[str, Any]:
         """The row as dicts, lists, texts and numbers."""
-        place, measures = self.place, self.measures
+        place = self.place
         plain: dict[str, Any] = {
             "verdict": self.verdict,
             "name": str(place),
@@ -171,24 +158,21 @@ class TensorDifference:
         for name in ("dtype", "shape", "requires_grad"):
             both = self.mine.line, self.its.line
             plain[name], plain[f"reference_{name}"] = (getattr(x, name) for x in both)
-        for name in _MEASURES:
-            plain[name] = None if measures is None else getattr(measures, name)
+        plain["relative"] = None if self.why else self.relative
         for name in ("explained", "times", "propagated", "factor"):
             plain[name] = getattr(self, name)
         for name in ("low", "high", "num_nan", "num_inf"):
             plain[name], plain[f"reference_{name}"] = self.numbers(name)
-        more = {"highlight": self.highlight, "why": self.why, "notes": self.notes}
-        return {**plain, **more}
+        return {**plain, "why": self.why, "notes": self.notes}
 
 
-_MEASURES = "relative", "cosine", "cosine_digits", "max_abs", "is_exact"
 _LEAST_OF_FACTOR = 4  # elements; chosen
 
 
 def difference_of(
     mine: RecordedTensor, its: RecordedTensor, step: int
 ) -> TensorDifference:
-    """Measures two tensors, by their values where both were kept."""
+    """Measures two tensors by their fingerprints."""
     row = TensorDifference(mine, its, step, why=mine.line.why or its.line.why)
     if math.prod(mine.shape) != math.prod(its.shape):
         row.why = row.why or "the shapes differ"
@@ -198,14 +182,11 @@ def difference_of(
         return row
     if mine.shape != its.shape:
         row.notes.append("the shapes differ; compared as flat tensors")
-    row.measures = estimated(mine.line, its.line)
+    row.relative = distance(mine.line, its.line)
     if row.relative:
         factor, rest = factor_of(mine.line, its.line)
-        row.measures = _exact(mine, its) or row.measures
         if _is_multiple(row, rest):
-            row.factor = factor
-            if not row.measures.is_exact:
-                row.measures = replace(row.measures, relative=abs(factor - 1))
+            row.factor, row.relative = factor, abs(factor - 1)
     return row
 
 
@@ -214,14 +195,6 @@ def _is_multiple(row: TensorDifference, rest: float) -> bool:
         return False
     is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
     return is_all and row.relative > FLAGGED * rest
-
-
-def _exact(mine: RecordedTensor, its: RecordedTensor) -> Measures | None:
-    values = mine.load()
-    reference = None if values is None else its.load()
-    if values is None or reference is None:
-        return None
-    return measured(values, reference)
 
 
 def coarser(*dtypes: str) -> str:
@@ -385,7 +358,7 @@ class ErrorBounds:
         variance = self._of_backward(row)
         self._decide(row, variance, self._backward, self._sums_to(row))
         if row.place.role == "accumulated_gradient":
-            relative = math.inf if row.is_one_sided else row.relative
+            relative = math.inf if row.has_other_counts else row.relative
             self._accumulated[fqn] = relative, row.explained**2
 
     def _of_backward(self, row: TensorDifference) -> float:
@@ -456,19 +429,17 @@ class ErrorBounds:
         factor: float,
         flagged: float = FLAGGED,
     ) -> None:
-        if row.measures is None:
+        if row.why:
             return
         row.propagated = source.relative
-        row.explained = math.sqrt(variance) * factor
-        if not row.measures.is_exact:
-            row.explained = math.hypot(row.explained, _PRINT_ERROR)
+        row.explained = math.hypot(math.sqrt(variance) * factor, _PRINT_ERROR)
         limit = flagged * max(row.explained, source.relative * factor)
-        if not row.relative and not row.is_one_sided:
+        if not row.relative and not row.has_other_counts:
             row.verdict = EQUAL
         elif _is_mask(row):
             row.notes.append("a mask: the lowest number of its dtype is in it")
             row.verdict = ROUNDING
-        elif row.is_one_sided:
+        elif row.has_other_counts:
             row.verdict = PROPAGATED if math.isinf(source.relative) else INTRODUCED
         elif row.relative >= limit and limit < math.inf:
             row.verdict = INTRODUCED
@@ -477,7 +448,7 @@ class ErrorBounds:
             row.verdict = PROPAGATED if is_more else ROUNDING
 
     def _note(self, row: TensorDifference, variance: float) -> None:
-        relative = math.inf if row.is_one_sided else row.relative
+        relative = math.inf if row.has_other_counts else row.relative
         relative = 0.0 if _is_mask(row) else relative
         if row.mine.line.same is None:
             self._known[row.order] = relative, variance

@@ -1,7 +1,7 @@
 """`compare_live()`: two models on one batch, or one and its float32 copy.
 
-Each model's step is recorded in memory, one after the other from the same random
-states; the two are compared as two recordings are.
+Each model's step is recorded, one after the other from the same random states; the two
+are compared as two recordings are.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .first_difference import RootDifference
 from .first_op import first_difference, ops_within
 from .judged_rows import INTRODUCED, TensorDifference
 from .matching import mapped_name
-from .recorded import RankStep, RecordedTensor
+from .recorded import RankStep
 from .step_recorder import StepRecorder
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -54,10 +54,9 @@ def compare_live(
 ) -> Comparison:
     """Compares two models on one batch, without files.
 
-    They run one after the other from the same random states, with copies of the tensors
-    of both steps in memory. Where a layer's forward differs, that forward is run again
-    to find the operation. Random states, buffers and gradients are put back, and
-    nothing is stepped. Incurs a few CPU-GPU syncs for each tensor that differs.
+    They run one after the other from the same random states. Where a layer's forward
+    differs, that forward is run again to find the operation. Random states, buffers and
+    gradients are put back, and nothing is stepped. Incurs a few CPU-GPU syncs.
 
     Args:
         model: The model.
@@ -158,8 +157,6 @@ def _compare_models(
     if is_copy and all(len({*row.dtypes}) == 1 for row in rows):
         result.said.insert(0, _NO_SHADOW)
     result.said += _both_nonfinite(rows)
-    for row in rows:
-        row.mine.values = row.its.values = None  # the result holds no tensors
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, models, batches, loss, names)
     return result
@@ -168,12 +165,8 @@ def _compare_models(
 def _recorded(
     model: nn.Module, batch: Any, loss: Loss | None, backward: bool
 ) -> RankStep:
-    """Runs a model's step, and keeps its tensors in memory."""
-
-    def keep(row: RecordedTensor, values: torch.Tensor) -> None:
-        row.values = values.clone()  # the program may write to it
-
-    recorder = StepRecorder(model, 0, keep)
+    """Runs a model's step, and records its tensors."""
+    recorder = StepRecorder(model, 0)
     try:
         recorder.begin()
         with torch.set_grad_enabled(backward or torch.is_grad_enabled()):

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from .recorded import RankStep, RecordedTensor
-from .recording_schema import STATE
 from .summary import added
 
 # Tensors of a step as a whole, whichever ranks have parts of them.
@@ -72,14 +71,14 @@ def _combined(group: list[RecordedTensor]) -> list[RecordedTensor]:
 
 def _joined(group: list[RecordedTensor]) -> RecordedTensor:
     """Puts the parts of a tensor together; replicas count once."""
-    parts = dict[object, RecordedTensor]()
+    by_part = dict[object, RecordedTensor]()
     for row in group:
-        parts.setdefault(row.line.part, row)
-    rows = list(parts.values())
+        by_part.setdefault(row.line.part, row)
+    rows = list(by_part.values())
     line = msgspec.structs.replace(group[0].line, fingerprint=None)
     whole = RecordedTensor(line, rank=None, parts=rows)
-    shards = [row.line.shard for row in rows]
-    is_partial = any(each is not None and each.is_partial for each in shards)
+    parts = [row.line.part for row in rows]
+    is_partial = any(each is not None and each.partial for each in parts)
     held, numel = sum(math.prod(r.local) for r in rows), math.prod(whole.shape)
     if not all(row.is_known for row in rows):
         line.why = line.why or "a part was not recorded"
@@ -111,11 +110,6 @@ class Matched:
     pairs: list[Pair] = field(default_factory=list)
     alone: tuple[list[RecordedTensor], list[RecordedTensor]] = ((), ())  # type: ignore[assignment]
     renamed: dict[str, str] = field(default_factory=dict)
-
-    def missing_modules(self) -> set[str]:
-        """The modules of which a run has activations or gradients without a twin."""
-        missing = (*self.alone[0], *self.alone[1])
-        return {each.line.module for each in missing if each.line.phase != STATE}
 
     def lone_sources(self) -> dict[str, list[str]]:
         """The inputs, parameters and buffers of each module without a twin."""

@@ -1,26 +1,20 @@
 """A recorded run: its steps, and the tensors of each.
 
-`read_run()` lists the files of a folder, `RecordedRun.ranks()` reads those of a step,
-and `RecordedTensor.load()` reads a tensor where its numbers are not enough. A file that
-cannot be read is left out, and `RecordedRun.damage()` says so.
+`read_run()` lists the files of a folder, and `RecordedRun.ranks()` reads those of a
+step. A file that cannot be read is left out, and `RecordedRun.damage()` says so.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...base.text import dtype_name
-from ...guard.files.reading import FileError, lines_of, open_regular, why_unreadable
+from ...guard.files.reading import FileError, lines_of, open_regular
 from ...guard.files.schema import Lines, decode, head_of
-from ...guard.files.tensor_files import open_tensors
 from .recording_schema import KINDS, SCHEMA, FirstLine, RowLine
 
 
@@ -35,17 +29,11 @@ class RecordedTensor:
     Attributes:
         line: Its line, or that of its first part with the numbers of the whole.
         rank: The rank whose it is; None if it is of all of them together.
-        values: The tensor, of a step in memory alone.
-        folder: The folder of its file, of one that was read.
-        unread: Gets the files whose tensors cannot be read, and why.
         parts: The rows that it is put together of, if there are several.
     """
 
     line: RowLine
     rank: int | None = 0
-    values: torch.Tensor | None = None
-    folder: Path | None = None
-    unread: dict[str, str] = field(default_factory=dict)
     parts: list[RecordedTensor] = field(default_factory=list)
 
     @property
@@ -74,39 +62,6 @@ class RecordedTensor:
         known = [row.line.requires_grad for row in self.parts or [self]]
         return None if None in known else any(known)
 
-    def load(self) -> torch.Tensor | None:
-        """Returns the tensor; None if its fingerprint is all there is."""
-        if self.parts:
-            return self._joined()
-        if self.values is not None or self.folder is None or not self.line.file:
-            return self.values
-        path = self.folder / self.line.file
-        try:
-            with open_tensors(path) as file:
-                tensor: torch.Tensor = file.get_tensor(str(self.tensor))
-        except (OSError, FileError, ImportError) as error:
-            self.unread.setdefault(str(path), why_unreadable(error))
-            return None
-        if tensor.shape != self.local or dtype_name(tensor.dtype) != self.line.dtype:
-            self.unread.setdefault(str(path), "its tensors are not those of the rows")
-            return None
-        return tensor
-
-    def _joined(self) -> torch.Tensor | None:
-        parts = [(row.line.shard, row.load()) for row in self.parts]
-        # What the rows claim to be whole is no larger than what there is of it.
-        held = sum(0 if values is None else values.numel() for _, values in parts)
-        if held < math.prod(self.shape):
-            return None
-        whole: torch.Tensor | None = None
-        for part, values in parts:
-            if values is None or part is None:
-                return None
-            whole = values.new_zeros(self.shape) if whole is None else whole
-            pairs = zip(part.offset, values.shape, strict=True)
-            whole[tuple(slice(begin, begin + size) for begin, size in pairs)] += values
-        return whole
-
 
 @dataclass
 class RankStep:
@@ -133,8 +88,7 @@ class RankStep:
             shared = None if line.same is None else first.get(line.same)
             if shared is not None:
                 line.take(shared.line)
-                row.values = shared.values
-                line.file, line.same = shared.line.file, shared.line.order
+                line.same = shared.line.order
             first[line.order] = row if shared is None else shared
         return self
 
@@ -152,14 +106,12 @@ class RecordedRun:
         files: The files of each step.
         damaged: The files that could not be read so far, and why, as clauses.
         missing: Sentences on ranks that a step lacks.
-        unread: The files whose tensors could not be read so far, and why.
     """
 
     name: str
     files: dict[int, list[Path]]
     damaged: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    unread: dict[str, str] = field(default_factory=dict)
 
     def ranks(self, step: int) -> list[RankStep]:
         """Reads what the ranks have recorded of a step; a damaged file is left out."""
@@ -189,7 +141,7 @@ class RecordedRun:
         try:
             head.check_schema(SCHEMA)
             line = decode(texts[0], FirstLine)
-            rows = [self._row(text, rank) for text in texts[1:]]
+            rows = [_row(text, rank) for text in texts[1:]]
         except FileError as error:
             raise RecordingError(f"cannot be read: {error}") from error
         orders = [row.line.order for row in rows]
@@ -197,20 +149,17 @@ class RecordedRun:
             raise RecordingError("is damaged: it is not whole, or has another name")
         return RankStep(line, rows).share_numbers()
 
-    def _row(self, text: bytes | None, rank: int) -> RecordedTensor:
-        line: Any = None if text is None else _lines().decode(text)
-        if not isinstance(line, RowLine):
-            raise FileError("a line is no row")
-        return RecordedTensor(line, rank, None, Path(self.name), self.unread)
-
     def damage(self) -> list[str]:
         """Sentences on what could not be read so far."""
-        unread = (
-            f"{path} cannot be read ({why}): its tensors were compared by fingerprints."
-            for path, why in self.unread.items()
-        )
         left_out = (f"{clause}. It is left out." for clause in self.damaged)
-        return [*left_out, *self.missing, *unread]
+        return [*left_out, *self.missing]
+
+
+def _row(text: bytes | None, rank: int) -> RecordedTensor:
+    line: Any = None if text is None else _lines().decode(text)
+    if not isinstance(line, RowLine):
+        raise FileError("a line is no row")
+    return RecordedTensor(line, rank)
 
 
 def read_run(folder: str | os.PathLike[str]) -> RecordedRun:

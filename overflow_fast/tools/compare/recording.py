@@ -7,18 +7,15 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from ...base.modules import check_module
 from ...guard.files.json_text import dumps
 from ...guard.files.writing import make_folder, write_new
 from ...guard.process import own_rank
-from .recorded import RecordedTensor
 from .step_recorder import StepRecorder
 
 _log = logging.getLogger("overflow_fast")
-MAX_HELD = 2**28  # bytes of copies that wait for their file
 
 
 class Recording:
@@ -30,16 +27,12 @@ class Recording:
         folder: The folder that it writes to.
     """
 
-    def __init__(
-        self, folder: Path, model: nn.Module, tensors: bool, steps: set[int] | None
-    ) -> None:
+    def __init__(self, folder: Path, model: nn.Module, steps: set[int] | None) -> None:
         self.folder = folder
-        self._model, self._has_tensors, self._steps = model, tensors, steps
+        self._model, self._steps = model, steps
         self._rank, self._step = own_rank(), 0
         self._recorder: StepRecorder | None = None
         self._failure = ""
-        if tensors:
-            import safetensors.torch  # noqa: F401
         if found := next(folder.glob(f"rank-{self._rank}.*"), None):
             raise FileExistsError(
                 f"folder must have no recording of this rank, but there is {found}"
@@ -73,10 +66,7 @@ class Recording:
     def _begin(self) -> None:
         if self._steps is not None and self._step not in self._steps:
             return
-        self._held: dict[str, torch.Tensor] = {}
-        self._num_held = self._num_files = 0
-        keep = self._hold if self._has_tensors else None
-        self._recorder = StepRecorder(self._model, self._step, keep)
+        self._recorder = StepRecorder(self._model, self._step)
         self._recorder.begin()
 
     def _end(self, raised: str = "") -> None:
@@ -88,35 +78,15 @@ class Recording:
             found = recorder.end(raised)
         finally:
             recorder.stop()
-        self._save()
         lines = found.line, *(row.line for row in found.rows)
         text = "".join(f"{dumps(line)}\n" for line in lines)
         write_new(self.folder / f"rank-{self._rank}.step-{self._step}.jsonl", text)
-
-    def _hold(self, row: RecordedTensor, values: torch.Tensor) -> None:
-        row.line.file = self._name()
-        self._held[str(row.line.order)] = values.cpu().contiguous().clone()
-        self._num_held += values.nbytes
-        if self._num_held > MAX_HELD:
-            self._save()
-
-    def _name(self) -> str:
-        return f"rank-{self._rank}.step-{self._step}.{self._num_files}.safetensors"
-
-    def _save(self) -> None:
-        if self._held:
-            from safetensors.torch import save_file
-
-            save_file(self._held, self.folder / self._name())
-            self._held, self._num_held = {}, 0
-            self._num_files += 1
 
 
 def recording(
     folder: str | os.PathLike[str],
     model: nn.Module,
     *,
-    tensors: bool = False,
     steps: Iterable[int] | None = None,
 ) -> Recording:
     """Records the tensors of a model's steps, to compare them with another run's.
@@ -124,18 +94,14 @@ def recording(
     In the order of execution: parameters and buffers as the step begins; inputs and
     outputs of all modules; gradients of both; gradients of parameters, as backward
     leaves them and as the first optimizer of theirs finds them, else at the end of the
-    step. Of each it writes its
-    range, its norm, its counts of nan and inf, and a fingerprint of 1 KiB. The program
-    computes the same as without it; if a file cannot be written, the recording ends
-    with a warning. Incurs a few CPU-GPU syncs a step, with `tensors=True` one a tensor.
+    step. Of each it writes its range, its norm, its counts of nan and inf, and a
+    fingerprint of 1 KiB. The program computes the same as without it; if a file cannot
+    be written, the recording ends with a warning. Incurs a few CPU-GPU syncs a step.
 
     Args:
         folder: Gets one file a step and rank. It may not hold a recording of this rank.
         model: The model, as it is called: wrapped by DDP, FSDP or `torch.compile`, or
             not. Of compiled code only what goes in and what comes out is recorded.
-        tensors: Keep the tensors too, with the library safetensors: at most 256 MiB of
-            copies wait in memory. The gradients of parameters included, this is about
-            as much as the step's activations and three times its weights.
         steps: The numbers of the steps to record, from 0; None: all. Call `step()` of
             what is returned after each step but the last.
 
@@ -146,7 +112,6 @@ def recording(
         TypeError: If `model` is no module, or `folder` no path.
         OSError: If `folder` is a file, or cannot be made.
         FileExistsError: If the folder has a recording of this rank.
-        ImportError: If `tensors` is True and safetensors is not installed.
 
     Example:
         >>> import tempfile, torch
@@ -164,4 +129,4 @@ def recording(
         make_folder(path)
     except OSError as error:
         raise type(error)(f"folder cannot be made: {error}") from error
-    return Recording(path, model, tensors, None if steps is None else set(steps))
+    return Recording(path, model, None if steps is None else set(steps))

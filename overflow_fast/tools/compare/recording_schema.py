@@ -12,11 +12,10 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from ...base.modules import tensor_name
 from ...guard.files.fields import Count, Index, Time, meaning
-from .summary import Shard, Summary
+from .summary import Shape, Shard, Summary
 
 SCHEMA = 1  # of recordings
 MOST = 2**62  # elements; numbers beyond have no float, either
-Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
 
 STATE, FORWARD, BACKWARD = "state", "forward", "backward"  # the phases of a step
 
@@ -49,9 +48,6 @@ class FirstLine(Struct, tag_field="kind", tag="recording", kw_only=True):
     compiled: Annotated[list[str], meaning("compiled modules with others inside")] = []
     random: Annotated[dict[str, str], meaning("a digest of each generator")] = {}
     drawn: Annotated[list[str], meaning("the generators that were drawn from")] = []
-    had_gradients: Annotated[
-        bool, meaning("whether parameters had gradients when the first backward began")
-    ] = False
     failures: Annotated[list[str], meaning("what could not be recorded")] = []
     raised: Annotated[str, meaning("the exception that ended the step")] = ""
     rows: Annotated[Count, meaning("how many rows follow")]
@@ -86,9 +82,8 @@ class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=
         Count | None, meaning("`order` of the row with the same tensor")
     ] = None
     why: Annotated[str, meaning("why it was not read")] = ""
-    file: Annotated[str, meaning("the file that has the tensor as `order`")] = ""
     part: Annotated[
-        tuple[Shape, Shape, Shape] | None,
+        Shard | None,
         meaning(
             "of a part of a DTensor: the whole shape, the offset, and its number among "
             "summed parts"
@@ -122,11 +117,6 @@ class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=
         """The qualified name of a parameter or buffer."""
         return tensor_name(self.module, self.path)
 
-    @property
-    def shard(self) -> Shard | None:
-        """Its place in a tensor that ranks share, or None."""
-        return None if self.part is None else Shard(*self.part)
-
     def __str__(self) -> str:
         """The place as comparisons write it, such as `h.0.attn #1: output[0]`.
 
@@ -140,14 +130,12 @@ class RowLine(Summary, tag_field="kind", tag="row", kw_only=True, omit_defaults=
         return f"{self.module or 'the model'}{call}: {role}{self.path}"
 
     def __post_init__(self) -> None:
-        """Checks what would send a reader elsewhere, or round in a circle."""
+        """Checks what would send a reader round in a circle, or out of a tensor."""
         self.check()
         if math.prod(self.shape) > MOST:
             raise ValueError(f"no tensor has the shape {self.shape}")
         if self.same is not None and self.same >= self.order:
             raise ValueError("a tensor cannot be the same as a later one")
-        if self.file and self.file != self.file.replace("\\", "/").rpartition("/")[2]:
-            raise ValueError("a file of tensors must lie beside its recording")
         if self.part is not None:
             shape, offset, _ = self.part
             if math.prod(shape) > MOST:

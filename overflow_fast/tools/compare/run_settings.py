@@ -19,7 +19,6 @@ from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import own_parameters
 from ..torch_settings import settings_of_torch
 
-TIED = "one tensor with "  # of a parameter, and the names of the others
 RUN, OPTIMIZER = "the run", "the optimizer"  # begin names that are not of modules
 Settings = dict[str, dict[str, str]]
 _LIBRARIES = ("transformers", "accelerate", "lightning", "peft", "timm", "numpy")
@@ -85,7 +84,7 @@ def settings_of(model: nn.Module) -> Settings:
             fqn = tensor_name(name, path)
             others = [n for n in names[id(each)] if n != fqn]
             if others and each.numel():
-                values[path] = f"{TIED}{', '.join(others)}"
+                values[path] = f"one tensor with {', '.join(others)}"
         if own:
             frozen = [path for path, each in own.items() if not each.requires_grad]
             values["requires_grad"] = (

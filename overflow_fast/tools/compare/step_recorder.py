@@ -107,16 +107,10 @@ class StepRecorder:
     Args:
         model: The model.
         step: The number of the step.
-        keep: Is called with the row of each tensor and the tensor, or None.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        step: int,
-        keep: Callable[[RecordedTensor, torch.Tensor], None] | None,
-    ) -> None:
-        self._model, self._step, self._keep = model, step, keep
+    def __init__(self, model: nn.Module, step: int) -> None:
+        self._model, self._step = model, step
         self._rows: list[tuple[RecordedTensor, torch.Tensor | None]] = []
         self._lock = threading.RLock()
         self._names = dict(_to_hook(model))
@@ -128,7 +122,6 @@ class StepRecorder:
         self._calls = collections.Counter[tuple[str, bool]]()
         self._accumulated = collections.Counter[int]()
         self._stacks: dict[int, list[_Running]] = {}  # of each thread
-        self._had_gradients: bool | None = None  # when the first backward began
         self._known: dict[Any, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._watched: dict[int, tuple[weakref.ref[torch.Tensor], int | None]] = {}
 
@@ -193,7 +186,6 @@ class StepRecorder:
             compiled=list(compiled),
             drawn=self._random.drawn(),
             random=self._random.digests(),
-            had_gradients=bool(self._had_gradients),
             failures=self._failures,
             raised=raised,
             rows=len(self._rows),
@@ -253,13 +245,13 @@ class StepRecorder:
 
     def _on_gradient(self, place: Place, gradient: torch.Tensor) -> None:
         if self._is_on and gradient is not None:
-            self._isolated(self._add_gradient, place, gradient, None)
+            self._isolated(self._add, place, gradient)
 
     def _on_accumulated(self, place: Place, parameter: torch.Tensor) -> None:
         if self._is_on and parameter.grad is not None:
             place = {**place, "call": self._accumulated[id(parameter)]}
             self._accumulated[id(parameter)] += 1
-            self._isolated(self._add_gradient, place, parameter.grad, parameter)
+            self._isolated(self._add, place, parameter.grad)
 
     def _show_compiled(self, module: nn.Module) -> None:
         """Puts hooks around what `compile()` made of a module: it has them inside."""
@@ -344,14 +336,6 @@ class StepRecorder:
             hook = functools.partial(self._on_gradient, {**place, **backward})
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _add_gradient(
-        self, place: Place, gradient: torch.Tensor, parameter: torch.Tensor | None
-    ) -> None:
-        if self._had_gradients is None:  # the gradient of this parameter was just made
-            others = (p for p in self._model.parameters() if p is not parameter)
-            self._had_gradients = any(each.grad is not None for each in others)
-        self._add(place, gradient)
-
     def _add_optimizer(self, optimizer: Any) -> None:
         if id(optimizer) in self._optimizers:
             return
@@ -382,11 +366,9 @@ class StepRecorder:
                 line.why = part if isinstance(part, str) else str(values)
                 return
             if part is not None:
-                line.part, line.local = part.to_plain(), tuple(values.shape)
+                line.part, line.local = part, tuple(values.shape)
             if same is None:
                 self._rows[-1] = row, summarize(values, part)
-                if self._keep is not None:
-                    self._keep(row, values)
 
     def _same_as(self, tensor: torch.Tensor) -> int | None:
         """The row of the same tensor, if it was recorded and not written to since."""

@@ -25,11 +25,10 @@ import math
 import struct
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ... import _C
 from ...base.tensors import PLAIN, NotScanned, real_parts, resolve
@@ -64,11 +63,8 @@ def without_modes() -> Iterator[None]:
 def wide_dtype(values: torch.Tensor) -> torch.dtype:
     """The dtype in which values are summed."""
     is_long = values.dtype == torch.float64 or not values.dtype.is_floating_point
-    return _float64(values) if is_long else torch.float32
-
-
-def _float64(values: torch.Tensor) -> torch.dtype:
-    return torch.float32 if values.device.type == "mps" else torch.float64
+    has_float64 = values.device.type != "mps"
+    return torch.float64 if is_long and has_float64 else torch.float32
 
 
 def chunks(values: torch.Tensor, start: int = 0) -> Iterator[tuple[torch.Tensor, int]]:
@@ -163,8 +159,10 @@ def _signs(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 # Parts of tensors that several ranks share, at their places in the whole.
 
 
-@dataclass(frozen=True)
-class Shard:
+Shape = Annotated[tuple[Count, ...], Meta(max_length=64)]
+
+
+class Shard(NamedTuple):
     """The place of a rank's part in the whole tensor.
 
     Attributes:
@@ -173,18 +171,9 @@ class Shard:
         partial: The rank's numbers in the mesh dimensions over which parts are summed.
     """
 
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    partial: tuple[int, ...] = ()
-
-    @property
-    def is_partial(self) -> bool:
-        """True if the whole is a sum of parts like this one."""
-        return bool(self.partial)
-
-    def to_plain(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """The part as numbers alone."""
-        return self.shape, self.offset, self.partial
+    shape: Shape
+    offset: Shape
+    partial: Shape = ()
 
 
 def part_of(tensor: torch.Tensor) -> Shard | str | None:
@@ -408,55 +397,17 @@ def _range(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return low, values.where(is_finite, -math.inf).max()
 
 
-# The distance of two tensors, from their values or from their fingerprints.
+# The distance of two tensors, from their fingerprints.
 
 
-_AT_ONCE = 2**18  # elements that are read at once
-
-
-@dataclass(frozen=True)
-class Measures:
-    """The difference of a tensor from its reference.
-
-    Attributes:
-        relative: The relative L2 difference, of values that are finite in both.
-        cosine: The cosine similarity. Of fingerprints, it has a standard error of
-            (1 - cosine^2) / 16, see `cosine_digits`.
-        max_abs: The largest absolute difference; None of fingerprints.
-        num_one_sided: How many values are finite on one side only; None if not known.
-        is_exact: Whether the values themselves were compared.
-    """
-
-    relative: float
-    cosine: float
-    max_abs: float | None = None
-    num_one_sided: int | None = None
-    is_exact: bool = False
-
-    @property
-    def cosine_digits(self) -> int:
-        """The number of decimals of the cosine that are known, up to 7."""
-        error = 0.0 if self.is_exact else (1 - self.cosine**2) / math.sqrt(WIDTH)
-        return 7 if error < 1e-7 else max(1, min(7, math.floor(-math.log10(error))))
-
-
-def estimated(summary: Summary, reference: Summary) -> Measures:
-    """Measures two tensors by their fingerprints, good to about 10 %.
-
-    The cosine is 1 where one fingerprint is a multiple of the other: 251 signed sums
-    are 251 correlated samples. Norms of the tensors have no place in it, since their
-    own errors would not cancel.
-    """
+def distance(summary: Summary, reference: Summary) -> float:
+    """The relative L2 difference of two tensors, good to about 10 %."""
     if summary.fingerprint == reference.fingerprint:
-        return Measures(0.0, 1.0)
-    mine, its = summary.sums, reference.sums
-    own, other = float(mine.norm()), float(its.norm())
-    cosine = 1.0 if own == other else 0.0
-    if own and other:
-        angle = float((mine / own - its / other).square().sum())
-        cosine = max(-1.0, 1 - angle / 2)
-    apart = float((mine - its).square().sum())
-    return Measures(_relative(apart, float(reference.squares)), cosine)
+        return 0.0
+    apart = float((summary.sums - reference.sums).square().sum())
+    if not reference.norm:
+        return math.inf if apart else 0.0
+    return math.sqrt(apart) / reference.norm
 
 
 def factor_of(summary: Summary, reference: Summary) -> tuple[float, float]:
@@ -474,53 +425,3 @@ def factor_of(summary: Summary, reference: Summary) -> tuple[float, float]:
     factor = float((mine * its).sum()) / square
     rest = float((mine - factor * its).square().sum())
     return factor, math.sqrt(rest / square) / abs(factor) if factor else math.inf
-
-
-def _relative(squares: float, reference: float) -> float:
-    if not reference:
-        return math.inf if squares else 0.0
-    return math.sqrt(squares / reference)
-
-
-def _cosine(squares: float, own: float, reference: float) -> float:
-    """The cosine from |a - b|^2, |a|^2 and |b|^2, without cancellation near 1."""
-    product = math.sqrt(own * reference)
-    if not product:
-        return 1.0 if own == reference else 0.0
-    apart = squares - (math.sqrt(own) - math.sqrt(reference)) ** 2
-    return max(-1.0, min(1.0, 1 - max(0.0, apart) / (2 * product)))
-
-
-def measured(values: torch.Tensor, reference: torch.Tensor) -> Measures:
-    """Measures two tensors of the same number of elements. Incurs CPU-GPU syncs.
-
-    Args:
-        values: The tensor.
-        reference: What it is compared with; may be of another dtype.
-    """
-    with without_modes():
-        values = values.detach().to(reference.device).reshape(-1)
-        reference = reference.detach().reshape(-1)
-        if values.dtype == reference.dtype and torch.equal(values, reference):
-            return Measures(0.0, 1.0, 0.0, 0, True)
-        sums = torch.zeros(5, dtype=_float64(reference), device=reference.device)
-        for begin in range(0, len(values), _AT_ONCE):
-            mine, its = (t[begin : begin + _AT_ONCE] for t in (values, reference))
-            _add(sums, mine.to(wide_dtype(mine)), its.to(wide_dtype(its)))
-        squares, own, other, max_abs, odd = sums.tolist()
-    relative, cosine = _relative(squares, other), _cosine(squares, own, other)
-    return Measures(relative, cosine, max_abs, int(odd), True)
-
-
-def _add(sums: torch.Tensor, mine: torch.Tensor, its: torch.Tensor) -> None:
-    """Adds squares of difference, own and reference; the maximum; one-sided values."""
-    difference = mine - its
-    squares = difference.square().sum()
-    if not squares.isfinite():
-        is_finite = mine.isfinite() & its.isfinite()
-        sums[4] += (mine.isfinite() != its.isfinite()).sum()
-        mine, its = (t.double().where(is_finite, 0) for t in (mine, its))
-        difference = mine - its
-        squares = difference.square().sum()
-    sums[:3] += torch.stack([squares, mine.square().sum(), its.square().sum()])
-    sums[3] = torch.maximum(sums[3], difference.abs().max().to(sums.dtype))

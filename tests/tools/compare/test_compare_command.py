@@ -31,11 +31,6 @@ def test_it_returns_1_and_names_the_layer(folders, capsys, tmp_path, as_kept):
     assert "blocks.1.norm" in output.read_text()
 
 
-def test_a_threshold_of_the_users_own_counts(folders):
-    pair = [folders["other"], folders["run"]]
-    assert main(["compare", *pair, "--threshold", "1e-9"]) == 1
-
-
 def test_it_maps_names(folders, capsys):
     both = ["compare", folders["run"], folders["same"]]
     assert main([*both, "--map", r"^head$=tail", "--map", "^tail$=head"]) == 0

@@ -105,7 +105,7 @@ def test_parts_of_activations_are_put_together():
     diff = overflow_fast.compare(folder() / "tp", folder() / "one")
     rows = {str(row.place): row for row in diff.rows}
     row = rows["blocks.1.up: output"]
-    assert row.measures.relative < 1e-6 and row.shapes[0] == (4, 6, 128)
+    assert row.relative < 1e-6 and row.shapes[0] == (4, 6, 128)
 
 
 def test_a_stale_shard_is_named():

@@ -26,7 +26,6 @@ def test_the_layer_and_the_operation_are_named():
     assert diff.first.module == "blocks.1.attention"
     assert "aten.div.Tensor at " in diff.first.op
     assert "scores / self.temperature" in diff.first.op
-    assert all(r.measures.is_exact for r in diff.rows if r.relative)
 
 
 def test_a_wrong_backward_is_named():

@@ -242,7 +242,7 @@ PLANTED = {
     ),
     "batch of a later step": (
         Run(batch=batches(lambda ids, step: ids.flip(0) if step == 2 else ids)),
-        *("batch", "", "In step 2, with no difference in steps 0 and 1"),
+        *("batch", "", "In step 2: "),
     ),
     # Half precision.
     "eps in bfloat16": (
@@ -357,11 +357,6 @@ HEALTHY = {
     "hooks of others": OneStep(foreign_hooks),
     "random numbers that nothing uses": TwoSteps(before=used_generator),
     "other random states": TwoSteps(drawn=5),
-    "tensors kept": (
-        OneStep(options={"tensors": True}),
-        OneStep(options={"tensors": True}),
-    ),
-    "tensors kept in one": OneStep(options={"tensors": True}),
     "one step of three": Run(options={"steps": [1]}),
     "fewer steps": Run(steps=2),
     "autocast": (Run(steps=1, context=BF16), Run(steps=1)),

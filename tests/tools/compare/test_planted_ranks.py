@@ -212,7 +212,7 @@ PLANTED = {
             "embed",
             1,
             2,
-            ["Before step 2, with gradients equal"],
+            ["Before step 2: the update."],
         ),
     ),
     "a gradient behind the all-reduce": (

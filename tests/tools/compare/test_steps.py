@@ -95,7 +95,7 @@ def test_a_buffer_is_no_update(compared, as_kept):
 
 def test_the_first_step_has_no_step_before(compared):
     diff = compared(sgd(), sgd(), model_of(), model_of(torch.nn.Identity()), num=1)
-    assert diff.first is None or not diff.first.earlier
+    assert diff.first is None or not diff.first.is_of_several
 
 
 def test_what_all_steps_have_is_said_once(compared, as_kept):
