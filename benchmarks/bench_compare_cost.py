@@ -26,17 +26,16 @@ ROUNDS = 2 if QUICK else 3
 HOME = os.environ.get("MSPROBE", "")
 COLUMNS = [
     *("model", "batch", "rows", "step s", "fingerprints", "bytes"),
-    *("compare_live", "shadow", "memory"),
+    *("compare_live", "memory"),
     *("msprobe statistics", "its bytes", "msprobe tensors", "bytes of these"),
 ]
 NOTES = (
     "A training step (forward, backward) of models from their configs, float32, one "
-    "thread. `fingerprints`: CPU time of a recorded step over that of a bare one, medians "
-    "of alternating rounds (goal: below 1.3). "
+    "thread. `fingerprints`: CPU time of a recorded step over that of a bare one, "
+    "medians of alternating rounds (goal: below 1.3). "
     "`compare_live`: CPU time of the comparison of two equal models, gradients "
-    "included, over that of their two steps (goal: below 1.2); `shadow`: of a bfloat16 "
-    "model with its float32 copy, over a step of each. `memory`: how much more a "
-    "process holds at most while `compare_live` runs than while the two steps run in "
+    "included, over that of their two steps (goal: below 1.2). `memory`: how much more "
+    "a process holds at most while `compare_live` runs than while the two steps run in "
     "turn. "
     "`msprobe`: its dump of the same step at its level `mix`, as above. A row is about "
     "1.4 KB: a step of Llama 2 7B has 2,500 of them at most, 3.5 MB a rank (by "
@@ -105,7 +104,7 @@ def measure(name: str) -> dict[str, Any]:
     model = make()
     ids = torch.randint(0, 5000, shape)
     batch = {"input_ids": ids, "labels": ids}
-    other, half = copy.deepcopy(model), copy.deepcopy(model).bfloat16()
+    other = copy.deepcopy(model)
 
     def step(each: torch.nn.Module = model) -> None:
         each.zero_grad()
@@ -122,10 +121,8 @@ def measure(name: str) -> dict[str, Any]:
 
     functions: dict[str, Callable[[], Any]] = {
         "bare": step,
-        "bare half": lambda: step(half),
         "fingerprints": record,
         "live": lambda: overflow_fast.compare_live(model, other, batch, backward=True),
-        "shadow": lambda: overflow_fast.shadow(half, batch, backward=True),
     }
     times: dict[str, list[float]] = {key: [] for key in functions}
     for number in range(ROUNDS + 1):
@@ -146,7 +143,6 @@ def measure(name: str) -> dict[str, Any]:
         "fingerprints": f"{median['fingerprints'] / bare:.2f}x",
         "bytes": size_text(sizes[-1]),
         "compare_live": f"{median['live'] / (2 * bare):.2f}x",
-        "shadow": f"{median['shadow'] / (bare + median['bare half']):.2f}x",
         "memory": size_text(max(0, more)),
         "msprobe statistics": dumps[0][0],
         "its bytes": dumps[0][1],

@@ -33,7 +33,6 @@ _MODULES = {
     "read_record": "tools.record.reading",
     "recording": "tools.compare.recording",
     "scan": "scanner.ops",
-    "shadow": "tools.compare.live",
 }
 __all__ = sorted(_MODULES)
 

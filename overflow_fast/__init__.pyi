@@ -19,7 +19,6 @@ from .scanner.ops import Stat as Stat
 from .scanner.ops import scan as scan
 from .tools.compare.compare_runs import compare as compare
 from .tools.compare.live import compare_live as compare_live
-from .tools.compare.live import shadow as shadow
 from .tools.compare.recorded import RecordingError as RecordingError
 from .tools.compare.recording import recording as recording
 from .tools.precision.advise import advise_precision as advise_precision
@@ -48,6 +47,5 @@ __all__ = [
     "read_record",
     "recording",
     "scan",
-    "shadow",
 ]
 __version__: Final[str]

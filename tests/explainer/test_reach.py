@@ -307,13 +307,6 @@ def test_advice_on_precision_says_it(tmp_path, as_kept):
     assert path.read_text() == "x"  # the first run is the one that was asked for
 
 
-def test_a_shadow_says_it(tmp_path, as_kept):
-    write, path = write_of(tmp_path)
-    model = Net(write).bfloat16()
-    as_kept.error(ValueError, overflow_fast.shadow, model, torch.ones(4, 6).bfloat16())
-    assert path.read_text() == "x"
-
-
 # What goes to the terminal ends nothing, and is not told twice.
 
 

@@ -146,7 +146,7 @@ class Comparison:
             at = next(i for i, row in enumerate(compared) if row is first)
             return compared[at : at + _MAX_ROWS]
         worst = sorted(compared, key=lambda row: -(row.times or 0.0))[:_MAX_ROWS]
-        return sorted(worst, key=lambda row: row.order)
+        return sorted(worst, key=lambda row: row.place.order)
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as dicts, lists, texts and numbers."""

@@ -12,7 +12,6 @@ A weight of a later step is judged by the gradients that it was updated with:
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,7 +29,6 @@ class EarlierSteps:
     """Judges weights by the steps before, and describes an update."""
 
     def __init__(self) -> None:
-        self._has_compared = False
         self._last_step = -2  # that had gradients
         self._last = set[str]()  # the parameters with a gradient in it
         # Of each rank's parameter the largest relative difference of its gradients; of
@@ -63,7 +61,6 @@ class EarlierSteps:
         """Adds a step that was compared."""
         compared = [row for row in rows if not row.why]
         gradients = [r for r in compared if r.place.role == "parameter_gradient"]
-        self._has_compared |= bool(compared)
         if gradients:
             self._last_step = step
             self._last = {each.place.fqn for each in gradients}
@@ -93,7 +90,6 @@ class EarlierSteps:
     def described(self, first: RootDifference) -> RootDifference:
         """Adds what is known of these steps to the first difference."""
         row = first.row
-        first = dataclasses.replace(first, is_of_several=self._has_compared)
         is_weight = first.kind == "weights" and row.place.role == "parameter"
         is_next = self._last_step == row.step - 1
         if not (is_weight and is_next and row.place.fqn in self._last):

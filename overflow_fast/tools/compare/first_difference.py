@@ -39,13 +39,12 @@ class RootDifference:
             parameters differ and no module is known to have made it, or "update".
         row: The first row that shows it.
         after: The last call that had returned within the module, or "".
-        op: The first operation that differs, with its line, or "". `compare_live()` and
-            `shadow()` find it.
+        op: The first operation that differs, with its line, or "". `compare_live()`
+            finds it.
         remark: What it may be, in a sentence, or "".
         unknown: The places of what it was computed from that could not be compared; the
             difference may come from there, and `module` is not to blame then.
         ranks: The ranks of which the same row shows it, if rows are of ranks.
-        is_of_several: Whether steps before it were compared.
     """
 
     module: str
@@ -57,7 +56,6 @@ class RootDifference:
     remark: str = ""
     unknown: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
-    is_of_several: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """It as texts and numbers."""
@@ -82,7 +80,7 @@ class RootDifference:
         if self.op:
             text += f" The first operation that differs: {self.op}."
         text = f"{text} {self.remark}".strip()
-        if self.is_of_several:
+        if self.row.step:
             when = "Before" if self.kind in ("weights", "update") else "In"
             update = "the update. " * (self.kind == "update")
             text = f"{when} step {self.row.step}: {update}{text}"
@@ -323,7 +321,7 @@ def _is_tensor_of(
         return False
     key = gradient.place.forward_key
     source = next((r for r in rows if r.place.key == key), None)
-    return source is not None and source.tensor == used.tensor
+    return source is not None and source.mine.tensor == used.mine.tensor
 
 
 def _common_parent(names: Sequence[str]) -> str:
@@ -393,7 +391,7 @@ def _detached(
             continue
         shown = outputs[-1]
         why = "it is detached behind that, or not used for the loss there."
-        if shown.requires_grad[0] != shown.requires_grad[1]:
+        if shown.mine.requires_grad != shown.its.requires_grad:
             why = "it does not require gradients there: frozen, or under no_grad()."
         if names[1:]:
             why += f" Nor does one reach {some(names[1:], _MAX_PLACES)}."

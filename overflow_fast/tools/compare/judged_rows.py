@@ -79,11 +79,6 @@ class TensorDifference:
         return self.mine.rank
 
     @property
-    def order(self) -> int:
-        """Its number in the step of the first run."""
-        return self.mine.line.order
-
-    @property
     def dtypes(self) -> tuple[str, str]:
         """The dtypes of both."""
         return self.mine.line.dtype, self.its.line.dtype
@@ -92,21 +87,6 @@ class TensorDifference:
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of both."""
         return self.mine.shape, self.its.shape
-
-    @property
-    def tensor(self) -> int:
-        """The order of the first row with the same tensor, of the first run."""
-        return self.mine.tensor
-
-    @property
-    def is_long(self) -> bool:
-        """False for a few numbers, which always are multiples of others."""
-        return math.prod(self.shapes[1]) >= _LEAST_OF_FACTOR
-
-    @property
-    def requires_grad(self) -> tuple[bool | None, bool | None]:
-        """True for each that required gradients; None where that is not known."""
-        return self.mine.requires_grad, self.its.requires_grad
 
     @property
     def name(self) -> str:
@@ -146,7 +126,7 @@ class TensorDifference:
             "name": str(place),
             "reference_name": str(self.its.line),
             "step": self.step,
-            "order": self.order,
+            "order": place.order,
             "rank": self.rank,
             "phase": place.phase,
             "module": place.module,
@@ -191,7 +171,8 @@ def difference_of(
 
 
 def _is_multiple(row: TensorDifference, rest: float) -> bool:
-    if not row.is_long or row.has_other_counts:
+    is_long = math.prod(row.shapes[1]) >= _LEAST_OF_FACTOR  # few numbers always are one
+    if not is_long or row.has_other_counts:
         return False
     is_all = rest <= 1e-6 + epsilon(coarser(*row.dtypes))
     return is_all and row.relative > FLAGGED * rest
@@ -451,7 +432,7 @@ class ErrorBounds:
         relative = math.inf if row.has_other_counts else row.relative
         relative = 0.0 if _is_mask(row) else relative
         if row.mine.line.same is None:
-            self._known[row.order] = relative, variance
+            self._known[row.place.order] = relative, variance
 
     def _call_of(self, row: TensorDifference) -> _Source:
         self._last_call[row.place.module] = row.place.call

@@ -1,4 +1,4 @@
-"""`compare_live()`: two models on one batch, or one and its float32 copy.
+"""`compare_live()`: two models on one batch, such as one and its float32 copy.
 
 Each model's step is recorded, one after the other from the same random states; the two
 are compared as two recordings are.
@@ -7,7 +7,6 @@ are compared as two recordings are.
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,12 +19,11 @@ from ...base.tensors import devices_of, model_loss_in
 from ...base.text import dtype_name
 from ...base.tree import CALL_DEPTH, mapped
 from ...detector.observers import without_observers
-from ...explainer.effects.rule import EffectRule, StoppedError
+from ...explainer.effects.rule import EffectRule
 from ...explainer.snapshot import Snapshot
 from ...explainer.wider import FLOATS
 from ...guard.undo.random import RandomStates
 from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
-from ..precision.copies import check_model, to_float32
 from .compare_runs import StepComparison, names_of
 from .comparison import Comparison
 from .first_difference import RootDifference
@@ -36,10 +34,6 @@ from .recorded import RankStep
 from .step_recorder import StepRecorder
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
-_NO_SHADOW = (
-    "No tensor had another dtype than its float32 shadow: nothing of the model is in "
-    "half precision, and autocast applies to both."
-)
 
 
 def compare_live(
@@ -86,77 +80,18 @@ def compare_live(
     its = _batch_for(reference, model, batch)
     if reference_batch is not None:
         its = reference_batch
-    pair = (model, reference), (batch, its)
-    return _compare_models(*pair, loss, backward, names_of(names))
-
-
-def shadow(
-    model: nn.Module,
-    batch: Any,
-    *,
-    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None,
-    backward: bool = False,
-) -> Comparison:
-    """Compares a half-precision model with a float32 copy of itself.
-
-    As `compare_live()`. The error that each layer alone makes of equal inputs is
-    measured by `advise_precision()`.
-
-    Args:
-        model: The model, in half precision at least in part, without DDP or FSDP.
-        batch: What it is called with, see `compare_live()`.
-        loss: Takes a model and the batch and returns the loss; None: see there.
-        backward: Also compare gradients.
-
-    Returns:
-        The comparison; the copy is the reference.
-
-    Raises:
-        ValueError: If the model is wrapped, sharded, quantized or not initialized.
-    """
-    check_module(model)
-    copied = _float32_copy(model)
-    pair = (model, copied), (batch, _batch_for(copied, model, batch))
-    return _compare_models(*pair, loss, backward, {}, is_copy=True)
-
-
-def _compare_models(
-    models: Sequence[nn.Module],
-    batches: Sequence[Any],
-    loss: Loss | None,
-    backward: bool,
-    names: Mapping[str, str],
-    is_copy: bool = False,
-) -> Comparison:
-    """Compares two models; see `compare_live()`.
-
-    Args:
-        models: The model and its reference.
-        batches: What each is called with.
-        loss: See `compare_live`.
-        backward: Whether gradients are computed.
-        names: See `compare_live`.
-        is_copy: Whether the second is a copy of the first, whose code may have no
-            effects again then.
-    """
-    model, reference = models
+    names = names_of(names)
+    models, batches = (model, reference), (batch, its)
     result, steps = Comparison(_name(model), _name(reference)), list[RankStep]()
     weights = [each for model in models for each in model.parameters()]
     with _undisturbed(*models), without_cached_casts(weights):
         for model, batch in zip(models, batches, strict=True):
-            is_again = is_copy and bool(steps)
-            with (
-                RandomStates(devices_of(models)),
-                _as_copy() if is_again else contextlib.nullcontext(),
-            ):
+            with RandomStates(devices_of(models)):
                 steps.append(_recorded(model, batch, loss, backward))
     comparison = StepComparison(result, names)
     comparison.add(0, *([each] for each in steps))
     result.said += comparison.sentences()
-    rows = result.rows
-    if is_copy and all(len({*row.dtypes}) == 1 for row in rows):
-        result.said.insert(0, _NO_SHADOW)
-    result.said += _both_nonfinite(rows)
+    result.said += _both_nonfinite(result.rows)
     if result.first is not None and result.first.kind == "forward":
         result.first.op = _first_op(result.first, models, batches, loss, names)
     return result
@@ -199,19 +134,6 @@ def _undisturbed(*models: nn.Module) -> Iterator[None]:
         Snapshot({f"{i}.": m for i, m in enumerate(models)}),
     ):
         yield
-
-
-@contextlib.contextmanager
-def _as_copy() -> Iterator[None]:
-    """Stops code whose effects would be had twice."""
-    try:
-        with EffectRule().applied(math.inf):
-            yield
-    except StoppedError as error:
-        raise ValueError(
-            "model must have no effects but on itself, since a copy of it is run, too: "
-            f"{error}"
-        ) from error
 
 
 def _first_op(
@@ -268,18 +190,3 @@ def _name(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
     kind = "" if parameter is None else f" ({dtype_name(parameter.dtype)})"
     return f"{type(model).__name__}{kind}"
-
-
-def _float32_copy(model: nn.Module) -> nn.Module:
-    """A copy of a model with half-precision weights and buffers in float32.
-
-    Raises:
-        ValueError: If the model is wrapped, sharded, quantized or not initialized.
-    """
-    check_model(model)
-    with torch.no_grad():
-        made = copy.deepcopy(model)
-        for tensor in (*made.parameters(), *made.buffers()):
-            tensor.data = to_float32(tensor.data)
-            tensor.grad = None
-    return made

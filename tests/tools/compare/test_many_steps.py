@@ -68,17 +68,6 @@ def test_the_step_of_the_largest_difference_is_shown_where_none_is_named(tmp_pat
     assert sum(found.counts().values()) == found.num_pairs == 6 * len(found.rows)
 
 
-def test_steps_of_which_nothing_was_compared_are_not_called_equal(tmp_path):
-    run, reference = record(tmp_path / "a", 3), record(tmp_path / "b", 3, scale=abs)
-
-    def lose(row):
-        row.pop("fingerprint", None), row.update(why="lost"), row.pop("same", 0)
-
-    rewrite(run, 0, lose)
-    found = overflow_fast.compare(run, reference).first
-    assert found.row.step == 1 and not found.is_of_several
-
-
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_steps(tmp_path):
     peaks = []

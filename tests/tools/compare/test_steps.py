@@ -93,11 +93,6 @@ def test_a_buffer_is_no_update(compared, as_kept):
     as_kept(diff.first)
 
 
-def test_the_first_step_has_no_step_before(compared):
-    diff = compared(sgd(), sgd(), model_of(), model_of(torch.nn.Identity()), num=1)
-    assert diff.first is None or not diff.first.is_of_several
-
-
 def test_what_all_steps_have_is_said_once(compared, as_kept):
     diff = compared(sgd(), sgd(), model_of(torch.nn.Dropout(0.0)), model_of())
     said = [each for each in diff.said if "run alone" in each]
