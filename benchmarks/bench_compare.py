@@ -62,7 +62,7 @@ def worst_of(diff: overflow_fast.Comparison) -> float:
     found = [
         row.relative / max(row.explained, row.propagated)
         for row in diff.rows
-        if row.measures is not None and row.relative and row.verdict != "introduced"
+        if not row.why and row.relative and row.verdict != "introduced"
         if row.explained < float("inf") and not row.notes  # of masks
     ]
     return max(found, default=0.0)

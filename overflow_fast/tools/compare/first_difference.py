@@ -23,6 +23,10 @@ from .recorded import RecordedTensor
 from .recording_schema import BACKWARD, FORWARD, STATE
 
 _MAX_PLACES = 3  # in a sentence; chosen
+_OF_PARAMETER = (
+    ", other code that uses the parameter (the loss, a hook, a module that shares it) "
+    "or a gradient from before makes a difference"
+)
 RUNS = "the first run", "the reference run"
 
 
@@ -109,20 +113,14 @@ class RootDifference:
                 "The loss, its scale, its labels, or other code outside of the model "
                 "makes it."
             )
-        does = "gives another result" if self.unknown else "computes differently"
+        does = " gives another result" if self.unknown else " computes differently"
         if row.has_other_shape:
-            does = "gives a tensor of another shape"
+            does = " gives a tensor of another shape"
+        elif self.kind == "backward" and not row.place.is_of_call:
+            does = _OF_PARAMETER
         where = "Backward of " if self.kind == "backward" else ""
         after = f", after {self.after}" if self.after else ""
-        text = (
-            f"{where}{name}{of_class} {does}{amount}. It shows at {row.place}{after}."
-        )
-        if self.kind == "backward" and not row.place.is_of_call:
-            text = (
-                f"{row.place} differs{amount}. Backward of {name}{of_class} makes it, "
-                "or other code that uses the parameter (the loss, a hook, a module "
-                "that shares it), or a gradient was there before."
-            )
+        text = f"{where}{name}{of_class}{does}{amount}. It shows at {row.place}{after}."
         if self.unknown:
             places = some(self.unknown, _MAX_PLACES)
             text += (

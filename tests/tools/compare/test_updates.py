@@ -197,5 +197,5 @@ def test_gradients_that_one_run_does_not_clear(compared, is_first, as_kept):
         {"model": linear(), "make": sgd},
     ]
     diff = compared(*(runs if is_first else runs[::-1]))
-    assert "a gradient was there before" in str(diff.first), diff
+    assert "a gradient from before" in str(diff.first), diff
     as_kept(diff.first)
