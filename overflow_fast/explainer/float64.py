@@ -92,23 +92,18 @@ def require_repeatable(func: Any, args: Any, kwargs: Any) -> None:
         raise NotImplementedError("it draws random numbers")
 
 
-def as_float64(op: OpCall, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in float64 of what an operation was given, from before it ran."""
-    value = as_plain(op.before(tensor)).detach()
-    if value.is_complex():
-        return value.to(torch.complex128)
-    return value.double() if value.is_floating_point() else value.clone()
-
-
 def in_float64(op: OpCall) -> tuple[Any, dict[int, torch.Tensor]]:
     """Runs it in float64: its output, and what it writes to, by what it wrote to."""
     written: dict[int, torch.Tensor] = {}
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
-        found = as_float64(op, tensor)
-        if op.before(tensor) is not tensor:
-            found = written.setdefault(id(tensor), found)
-        return found
+        before = op.before(tensor)
+        value = as_plain(before).detach()
+        if value.is_complex():
+            found = value.to(torch.complex128)
+        else:
+            found = value.double() if value.is_floating_point() else value.clone()
+        return found if before is tensor else written.setdefault(id(tensor), found)
 
     return computed(op.func, op.base, op.args, op.kwargs, wide), written
 

@@ -20,7 +20,6 @@ import itertools
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -355,11 +354,8 @@ class OpTable(OpObserver):
     def _detail(self, op: OpCall, bad: Sequence[torch.Tensor]) -> None:
         if self._num_details < _MAX_DETAILS:
             self._num_details += 1
-            op.details = details = details_of(op, bad, self._mask_counts)
-            details.op.inputs = [
-                replace(summary, name=self._name_of(tensor))
-                for summary, tensor in zip(details.op.inputs, op.read(), strict=True)
-            ]
+            given = self._mask_counts, self._name_of
+            op.details = details = details_of(op, bad, *given)
             is_open = details.why == UNDEFINED and details.op.true_value is not None
             is_asked = is_open or details.divisor is not None
             if is_asked and self._tape is not None:

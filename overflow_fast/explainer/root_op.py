@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -60,7 +60,10 @@ _NO_LABEL_COUNTS = (
 
 
 def details_of(
-    op: OpCall, bad: Sequence[torch.Tensor], mask_counts: MaskCounts
+    op: OpCall,
+    bad: Sequence[torch.Tensor],
+    mask_counts: MaskCounts,
+    name_of: Callable[[torch.Tensor], str],
 ) -> Details:
     """Looks at an operation that has just run.
 
@@ -68,10 +71,12 @@ def details_of(
         op: The operation.
         bad: What it wrote that is non-finite.
         mask_counts: Knows which of its inputs count the elements of a mask.
+        name_of: Returns what a tensor was before the step, or "".
     """
     found = Details(Op(op.name))
-    before = [op.before(tensor) for tensor in op.read()]
-    found.op.inputs = [summary_of(tensor) for tensor in before]
+    read = op.read()
+    before = [op.before(tensor) for tensor in read]
+    found.op.inputs = list(map(summary_of, before, map(name_of, read)))
     found.op.outputs = [summary_of(tensor) for tensor in bad]
     places = new_places(bad[0], before)
     found.op.first_index, found.last_index = places or (None, None)

@@ -290,6 +290,8 @@ def _lost_at(undefined: _Undefined, place: int, lost: Lost) -> Lost | None:
             continue
         values = own.value.double()
         index = _decisive_place(undefined, place, own, values, true)
+        if index is None:
+            continue
         return replace(
             lost,
             op=op,
@@ -307,7 +309,7 @@ def _decisive_place(
     result: TapedTensor,
     own: torch.Tensor,
     true: torch.Tensor,
-) -> tuple[int, ...]:
+) -> Index | None:
     """Finds the element of a result whose rounding makes a later one undefined.
 
     With the elements up to it as they are in float64 the later result is finite, and
@@ -319,6 +321,9 @@ def _decisive_place(
         result: The result.
         own: Its values.
         true: Those in float64.
+
+    Returns:
+        None if all of them do not suffice.
     """
     index = undefined.index
     assert index is not None
@@ -343,18 +348,11 @@ def _decisive_place(
         return math.isfinite(undefined.of(run))
 
     if not len(changed) or not is_finite(len(changed)):
-        return _most_changed(own, true)
+        return None
     search = Halving(1 if is_there and is_finite(1) else len(changed))
     for half in search:
         search.note(is_finite(half.stop))
     return index_at(int(changed[search.place]), own.shape)
-
-
-def _most_changed(own: torch.Tensor, true: torch.Tensor) -> tuple[int, ...]:
-    """Where a result was changed most by its rounding: what became 0 comes first."""
-    error = (own - true).abs() / true.abs()
-    error = torch.where((own == true) | ~error.isfinite(), 0.0, error)
-    return index_at(int(error.flatten().argmax()), own.shape)
 
 
 # In words.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import heapq
 import weakref
 from collections.abc import Mapping
 
@@ -13,6 +12,7 @@ from ..base.tensors import PLAIN
 from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .tensor_kinds import is_float
+from .trace_back import readers_before
 
 # In benchmarks/answers a result that is asked about depends on at most 20 operations,
 # of at most 35 that ran before it. A loop in the program puts more between: a cell of
@@ -72,16 +72,12 @@ class Tape:
 
         Those that are held and ran last; what they read of others is taken as it was.
         """
-        held = {each.index: each for each in self._ops}
-        found: list[OpCall] = []
-        waiting = [-op.index]
-        while waiting:
-            last = held.pop(-heapq.heappop(waiting), None)
-            if last is not None:
-                found.append(last)
-                for each in last.read_from:
-                    heapq.heappush(waiting, -each.index)
-        return found[::-1]
+        held = {*self._ops}
+        found = readers_before(
+            [op] if op in held else [],
+            lambda each: [e for e in each.read_from if e in held],
+        )
+        return sorted(held & found.keys(), key=lambda each: each.index)
 
     def _taped(self, tensor: torch.Tensor, op: OpCall) -> TapedTensor:
         memory = op.memory[id(tensor)]

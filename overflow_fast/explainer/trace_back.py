@@ -44,7 +44,7 @@ def trace_back(sources: Sequence[Source]) -> RootOp | None:
     Returns:
         The origin; None if all that is bad is meant, as far as can be seen.
     """
-    child = _read_by(sources, lambda op: op.parents)
+    child = readers_before(sources, lambda op: op.parents)
     ends = [e for e in child if isinstance(e, Leaf) or not e.parents]
     found = _first_of([each for each in ends if not is_meant(each)], child)
     return found and (_behind_zero(found) or _behind_left_out(found) or found)
@@ -79,7 +79,7 @@ def _behind_zero(found: RootOp) -> RootOp | None:
     op = found.source
     if _why(op) != UNDEFINED:
         return None
-    child = _read_by([op], lambda each: each.read_from)
+    child = readers_before([op], lambda each: each.read_from)
     ops = [each for each in child if isinstance(each, OpCall) and each.makes_bad]
     for bad in sorted(ops, key=lambda each: each.index):
         way = _way(bad, child)
@@ -103,30 +103,30 @@ def masked_whole(sources: Sequence[Source]) -> RootOp | None:
     Args:
         sources: What wrote the loss.
     """
-    child = _read_by(sources, lambda op: op.masks)
+    child = readers_before(sources, lambda op: op.masks)
     ops = [each for each in child if isinstance(each, OpCall)]
     return _first_of([op for op in ops if op.reduces], child)
 
 
 def memory_before(ops: Sequence[OpCall]) -> set[int]:
     """The numbers of the memory that operations depend on, and none has written."""
-    before = _read_by(ops, lambda op: op.read_from)
+    before = readers_before(ops, lambda op: op.read_from)
     return {n for e in before if isinstance(e, OpCall) for n in e.unwritten}
 
 
-_Child = dict[Source, OpCall | None]
+Readers = dict[Source, OpCall | None]
 
 
-def _read_by(
+def readers_before(
     sources: Sequence[Source], before: Callable[[OpCall], Sequence[Source]]
-) -> _Child:
+) -> Readers:
     """All that lies before some sources and these, each with what has read it.
 
     Args:
         sources: Where to begin.
         before: Returns the sources before an operation.
     """
-    child: _Child = {}
+    child: Readers = {}
     waiting: list[tuple[Source, OpCall | None]] = [(each, None) for each in sources]
     while waiting:
         source, reader = waiting.pop()
@@ -137,7 +137,7 @@ def _read_by(
     return child
 
 
-def _first_of(origins: Sequence[Source], child: _Child) -> RootOp | None:
+def _first_of(origins: Sequence[Source], child: Readers) -> RootOp | None:
     """The earliest of several origins, with the way from there."""
     if not origins:
         return None
@@ -145,7 +145,7 @@ def _first_of(origins: Sequence[Source], child: _Child) -> RootOp | None:
     return RootOp(first, _way(first, child))
 
 
-def _way(source: Source, child: _Child) -> list[OpCall]:
+def _way(source: Source, child: Readers) -> list[OpCall]:
     """The operations from a source on, which is the first of them if it is one."""
     way = [source] if isinstance(source, OpCall) else []
     reader = child[source]
