@@ -140,7 +140,7 @@ PLANTED = {
     ),
     "weight of a later step": (
         Run(before=in_step(2, multiplied("blocks.1.up", "weight", 1.01))),
-        *("forward", "blocks.1.up", "In step 2, with no difference in steps 0"),
+        *("forward", "blocks.1.up", "In step 2: "),
     ),
     # Layers.
     "relu": (
