@@ -20,10 +20,10 @@ import re
 import sys
 import textwrap
 import traceback
+import types
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -377,6 +377,19 @@ def is_of_program(file: str) -> bool:
     return not (is_frozen or is_own(file) or installed_name(file))
 
 
+def modules_of_program() -> list[types.ModuleType]:
+    """The modules of the program's own files, as far as they are imported."""
+    found = []
+    for module in list(sys.modules.values()):
+        if isinstance(module, types.ModuleType):
+            own = vars(module)  # what is imported at its first use is not
+            file = own.get("__file__")
+            is_main = file is None and own.get("__name__") == "__main__"
+            if is_main or (isinstance(file, str) and is_of_program(file)):
+                found.append(module)
+    return found
+
+
 @functools.cache
 def is_own(file: str) -> bool:
     """True for a file of this package, but not of its demonstration."""
@@ -397,15 +410,15 @@ def drop_own_frames(error: BaseException) -> None:
 
     What raises it adds one. Frames of the program and of libraries stay.
     """
-    kept: TracebackType | None = None
+    kept: types.TracebackType | None = None
     for frame in reversed(list(_entries(error.__traceback__))):
         if not is_own(frame.tb_frame.f_code.co_filename):
             place = frame.tb_frame, frame.tb_lasti, frame.tb_lineno
-            kept = TracebackType(kept, *place)
+            kept = types.TracebackType(kept, *place)
     error.__traceback__ = kept
 
 
-def _entries(entry: TracebackType | None) -> Iterator[TracebackType]:
+def _entries(entry: types.TracebackType | None) -> Iterator[types.TracebackType]:
     while entry is not None:
         yield entry
         entry = entry.tb_next

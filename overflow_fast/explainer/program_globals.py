@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import collections
 import itertools
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..base.text import is_of_program
+from ..base.text import modules_of_program
 
 _Name = tuple[str, str]  # its module, or else where it is, and its own
 Values = dict[_Name, Any]
@@ -31,20 +30,9 @@ def global_values(iterators: Iterable[Any] = ()) -> Values:
     Args:
         iterators: Iterators that the replayed code reads.
     """
-    found = {name: _outline(value) for name, value in _named(_own_modules())}
+    found = {name: _outline(value) for name, value in _named(modules_of_program())}
     counts = [each for each in iterators if type(each) is itertools.count]
     return found | {("", "itertools.count()"): list(map(repr, counts))}
-
-
-def _own_modules() -> Iterator[types.ModuleType]:
-    """Yields the modules of the program's own files."""
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            own = vars(module)  # what is imported at its first use is not
-            file = own.get("__file__")
-            is_main = file is None and own.get("__name__") == "__main__"
-            if is_main or (isinstance(file, str) and is_of_program(file)):
-                yield module
 
 
 def _named(modules: Iterable[types.ModuleType]) -> Iterator[tuple[_Name, Any]]:
