@@ -42,7 +42,6 @@
 
 Sentences that depend on numbers which no field holds stand beside what measures them:
 of a leaf, a growth, a sentinel, the domain of an operation, news. So do notes of one
-file alone, as on what was tried (`attempts.py`, `trials.py`) or is hidden
-(`hidden.py`), and the texts of remedies, each in its row. Texts of questions are for
-readers of the tree.
+file alone, as on what was tried (`attempts.py`, `trials.py`), and the texts of
+remedies, each in its row. Texts of questions are for readers of the tree.
 """

@@ -41,12 +41,15 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import asks_for_hooks
 from ..torch_internals.replaying import active_modes
 from .calls import is_forward_alone, name_outside
-from .explain_origin import explain_mask, first_bad_weight
+from .explain_origin import explain_mask, explain_root_op, first_bad_weight
 from .named_tensors import state_by_name
+from .op_table import OpTable
 from .program_globals import changed_names, global_values
-from .search import Question, Search, Tree, failed, listing
+from .search import Question, Search, Tree, failed
 from .tensor_kinds import sizes_and_bad
+from .trace_back import RootOp
 
+_MOST_MASKED = 8  # explanations; chosen, not measured
 _NUM_RUNS = 3  # in all, if the budget has them; chosen, not measured
 _LEFT_OVER = (
     "left over from step {}: non-finite since then, and not cleared before this step"
@@ -116,35 +119,6 @@ def _ended(search: Search) -> Explanation:
     return failed(search.first.error)
 
 
-def _is_unwatched(search: Search) -> bool:
-    """True for a finite step that nobody watched."""
-    is_watched = bool(search.step.kind)
-    return search.first.is_clean and search.replayer.ranks.is_alone and not is_watched
-
-
-def _hidden(search: Search) -> Explanation | None:
-    """The explanation of values within a forward; with a cause if it is wrong then."""
-    place, traced = len(search.replayer.calls) - 1, search.first
-    if traced.table is None:
-        if not search.budget.allows(1):
-            whole = _unwatched(search)
-            whole.notes.append(notes.NOT_WITHIN)
-            return whole
-        traced = search.replayer.run(listing(place))
-    from .hidden import find_hidden  # most replays need none of it
-
-    hidden = find_hidden(search.replayer, place, traced)
-    if hidden is None:
-        return None
-    found, root_op = hidden
-    if found.op is None:  # what is seen within it does no harm
-        whole = _unwatched(search)
-        whole.notes += found.notes
-        return whole
-    search.try_remedies(found, root_op, traced, place)
-    return found
-
-
 def _is_finite(search: Search) -> bool:
     """True if the replay is finite, and nothing within it can be what was seen."""
     ends_within = search.is_seen_in_call or not search.step.reaches_loss
@@ -167,7 +141,37 @@ def _unwatched(search: Search) -> Explanation:
         return Explanation(notes=[notes.MASKED, *open_ends])
     what = "step" if first.has_backward else "forward"
     evidence = [f"the {what} is finite when it is run"]
+    masked = [] if first.table is None else masked_ops(first.table)
+    if masked:
+        open_ends.append(notes.MASKED_OPS.format("; ".join(map(masked_text, masked))))
     return Explanation(cause="", evidence=evidence, notes=open_ends)
+
+
+def masked_ops(table: OpTable) -> list[Explanation]:
+    """Explains operations of a finite step whose non-finite values are gone in the end.
+
+    They were masked, clamped or divided away. Constants, such as a mask of -inf, and
+    what was bad before the step are left out.
+
+    Returns:
+        One explanation for each line of code and operation, in order, at most eight.
+    """
+    found: dict[tuple[object, ...], Explanation] = {}
+    for op in table.ops:
+        key = op.name, op.module, op.sites[:1]
+        is_new = op.makes_bad and not op.is_empty and key not in found
+        if is_new and len(found) < _MOST_MASKED:
+            found[key] = explain_root_op(RootOp(op, [op]), table.ops, op.in_backward)
+    return list(found.values())
+
+
+def masked_text(found: Explanation) -> str:
+    """Writes one of them: its line, its module, and why it is not finite."""
+    op = found.op
+    assert op is not None
+    where = f" in {found.module}" if found.module else ""
+    made = found.evidence[0] if found.evidence else found.cause
+    return f"{op.place}: {op.code} ({op.name}{where}): {made}"
 
 
 def _is_left_over(search: Search) -> bool:
@@ -385,11 +389,6 @@ REPLAYED: tuple[Question, ...] = (
         "Has the replay raised, or was it ended before an effect?",
         lambda search: search.first.error is not None,
         _ended,
-    ),
-    Question(
-        "Did nobody watch, and were values within a finite forward not finite?",
-        _is_unwatched,
-        _hidden,
     ),
     Question("Is it finite?", _is_finite, lambda search: search.ask(FINITE)),
 )

@@ -311,17 +311,6 @@ class Search:
             found.notes.append(BEHIND_BACKWARD)
             return found
         found = explain_root_op(root_op, ops, in_gradients, call)
-        roots = {prefix.rstrip(".") for prefix in self.replayer.models}
-        ends_bad = is_seen and step.module in roots
-        is_hidden = found.phase == "forward" and not traced.is_forward
-        is_within = is_seen and is_hidden and not ends_bad
-        is_request = call.has_backward is False
-        if is_within and is_request and isinstance(source, OpCall):
-            from .hidden import tell_hidden
-
-            told = tell_hidden(self.replayer, source, traced.table)
-            found.evidence.insert(1, told)
-            return found
         if found.phase == "weights" and step.past.weights.get(found.tensor):
             from .optimizer_step import explain_update  # of weights alone
 

@@ -35,11 +35,7 @@ from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
 from ..guard.verdict.foreign_hooks import is_ours
 from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from ..torch_internals.replaying import without_cached_casts, without_torch_function
-from ..torch_internals.tensor_internals import (
-    gradient_hooks,
-    local_tensor,
-    may_step_in_backward,
-)
+from ..torch_internals.tensor_internals import gradient_hooks, local_tensor
 from .effects.held_signals import as_raised, held_signals
 from .program_objects import ProgramObjects
 
@@ -70,8 +66,6 @@ class Snapshot:
         start: The beginning of the step that is run again; None for now.
         around: Variables that the code which is run reads, by their names.
         batches: Tensors that it is given. Their gradients are set aside.
-        calls_hooks: Leave hooks behind gradients where they are; the weights that they
-            may step are copied.
 
     Attributes:
         iterators: Those among what it holds: what is taken from them stays taken.
@@ -85,13 +79,11 @@ class Snapshot:
         start: RestorePoint | None = None,
         around: Mapping[str, Any] | None = None,
         batches: Iterable[torch.Tensor] = (),
-        calls_hooks: bool = False,
     ) -> None:
         self._models = dict(models)
         self._start = start
         self._around = {} if around is None else dict(around)
         self._batches = list(batches)
-        self._calls_hooks = calls_hooks
         self._is_taken = False
         self._casts = ExitStack()
         self._gradients: list[Callable[[], None]] = []
@@ -225,15 +217,6 @@ class Snapshot:
             e is tensor for each in taken for e, _ in each.pairs()
         )
 
-    def has_stepped(self) -> bool:
-        """True if a weight with a hook behind its gradient is another one now."""
-        return any(
-            kept.has_changed()
-            for _, kept in self._tensors
-            if isinstance(kept.tensor, nn.Parameter)
-            if may_step_in_backward(kept.tensor)
-        )
-
     def restore(self) -> None:
         """Makes everything what it was when it was taken."""
         if not self._is_taken:
@@ -290,7 +273,6 @@ class Snapshot:
             is_copied = size <= SMALL or (not is_weight and tensor.grad_fn is None)
             if is_weight and not is_copied:
                 is_copied = id(tensor) in known or self._is_written(tensor)
-                is_copied |= self._calls_hooks and may_step_in_backward(tensor)
             if is_weight and not is_copied and size <= left:
                 is_copied, left = True, left - size
             self._tensors.append((name, KeptTensor(tensor, is_copied)))
@@ -303,7 +285,7 @@ class Snapshot:
     def _set_gradient_aside(self, leaf: torch.Tensor) -> None:
         held = self._leaves[id(leaf)] = weakref.ref(leaf)
         gradient = leaf.grad
-        hooks = {} if self._calls_hooks else gradient_hooks(leaf) or {}
+        hooks = gradient_hooks(leaf) or {}
         saved = dict(hooks)
         self.has_hooks |= bool(hooks)
         hooks.clear()

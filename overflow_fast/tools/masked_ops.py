@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from ..base.text import as_lines
 from ..explainer.calls import made_again
-from ..explainer.explain_origin import explain_root_op
+from ..explainer.questions import masked_ops, masked_text
 from ..explainer.replayer import Replayer, StepPart
-from ..explainer.trace_back import RootOp
 from ..guard.kinds import whole
 from ..guard.monitors.monitor import Guarded, Monitor, MonitoredStep
 from ..guard.options import option
@@ -69,7 +68,10 @@ class _MaskedOpsLog(Monitor):
         replayer = Replayer(
             step.models, list(map(made_again, keeper.calls)), keeper.start
         )
-        found = find_masked_nonfinite(replayer)
+        with replayer:
+            result = replayer.run(StepPart(traced=len(replayer.calls) - 1))
+        table = None if result.error else result.table
+        found = [] if table is None else masked_ops(table)
         self._warn_of_trace(replayer)
         self._report(step.number, found)
         return ()
@@ -97,9 +99,7 @@ class _MaskedOpsLog(Monitor):
             place = op.file, op.line, op.name
             if place not in self._known:
                 self._known.add(place)
-                where = f" in {each.module}" if each.module else ""
-                made = each.evidence[0] if each.evidence else each.cause
-                lines.append(f"{op.place}: {op.code} ({op.name}{where}): {made}.")
+                lines.append(f"{masked_text(each)}.")
         self._num_masked += len(lines)
         if lines:
             _log.warning(
@@ -112,36 +112,3 @@ class _MaskedOpsLog(Monitor):
                     ]
                 ),
             )
-
-
-# Non-finite values inside of a finite step: masked, clamped or divided away again.
-
-
-_MOST = 8  # explanations; chosen, not measured
-
-
-def find_masked_nonfinite(replayer: Replayer) -> list[Explanation]:
-    """Replays a step and finds the operations that made non-finite values in it.
-
-    Looks at the last of the step's forwards and its backward. Constants, such as a mask
-    of -inf, and what was bad before the step are left out. Everything is put back
-    afterwards. Incurs a CPU-GPU sync for each operation on a device.
-
-    Args:
-        replayer: Runs the step; it is not entered yet.
-
-    Returns:
-        One explanation for each line of code and operation, in order, at most eight.
-        None where the replay was ended; see `Replayer.stopped`.
-    """
-    with replayer:
-        result = replayer.run(StepPart(traced=len(replayer.calls) - 1))
-    table = result.table
-    if table is None or result.error is not None:
-        return []
-    found: dict[tuple[object, ...], Explanation] = {}
-    for op in table.ops:
-        key = op.name, op.module, op.sites[:1]
-        if op.makes_bad and key not in found and len(found) < _MOST:
-            found[key] = explain_root_op(RootOp(op, [op]), table.ops, op.in_backward)
-    return list(found.values())

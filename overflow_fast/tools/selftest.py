@@ -199,25 +199,15 @@ def first_float(output: Any) -> torch.Tensor | None:
 def everything_kept(models: Sequence[nn.Module]) -> Iterator[Snapshot]:
     """Restores weights, gradients, buffers, attributes and random states.
 
+    Hooks behind gradients, as of an optimizer that steps there, are not called.
+
     Raises:
-        RuntimeError: If a hook behind a gradient has changed a parameter, which is
-            restored, or something could not be put back.
+        RuntimeError: If something could not be put back.
     """
-    state = Snapshot({f"{i}.": m for i, m in enumerate(models)}, calls_hooks=True)
-    has_stepped = False
-    with state:
-        try:
-            yield state
-        finally:
-            has_stepped = state.has_stepped()
+    with Snapshot({f"{i}.": m for i, m in enumerate(models)}) as state:
+        yield state
     if state.problems:
         raise RuntimeError("\n".join(state.problems))
-    if has_stepped:
-        raise RuntimeError(
-            "the model's forward or backward changes its parameters (does an optimizer "
-            "step in backward?).\nChanges by hooks behind gradients were undone; those "
-            "of the optimizer's state and others were not.\nLoad a checkpoint."
-        )
 
 
 Loss = Callable[[Any], torch.Tensor]

@@ -99,17 +99,6 @@ def has_holes(tensor: torch.Tensor) -> bool:
     return getattr(tensor, "_lengths", None) is not None
 
 
-@internal(
-    "torch.Tensor._post_accumulate_grad_hooks",
-    "parameters that a backward may step, whose copies are put back",
-    "A self-test may leave a step that a hook has made in backward",
-    True,
-)
-def may_step_in_backward(parameter: torch.Tensor) -> bool:
-    """Returns True for a parameter with hooks that run when its gradient is there."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
 # The hooks behind a parameter's accumulated gradient, to be set aside, or None.
 gradient_hooks: Callable[[torch.Tensor], dict[int, Any] | None] = direct(
     "torch.Tensor._post_accumulate_grad_hooks",

@@ -1,6 +1,7 @@
 """A forward without a backward: its output is all there is."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -203,60 +204,29 @@ class Rms(nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
 
-class Clamped(Assembled):
-    def forward(self, x):
-        return self.norm(self.up(x).clamp(-64000, 64000))
-
-
-def test_an_inf_that_makes_a_finite_output_wrong_is_named():
+def test_values_within_a_finite_forward_are_named():
     torch.manual_seed(0)
     net = nn.Sequential(Rms(), nn.Linear(16, 4)).half()
     x = torch.randn(3, 16).half()
     x[1] *= 1000
-    found = explain(net, x)
-    assert (found.cause, found.module) == ("range overflow", "0")
-    assert found.op.name.startswith("aten.pow")
-    assert "hidden by aten.rsqrt" in found.evidence[1]
-    assert "from float32" in found.evidence[1]
-    assert found.remedies[0].is_recommended and found.remedies[0].error < 0.01
+    alone, with_loss = (
+        explain(net, x),
+        explain(net, x, lambda x: net(x).float().square().mean()),
+    )
+    for found in (alone, with_loss):
+        assert found.is_finite and found.op is None
+        assert "return x * torch.rsqrt(" in found.notes[-1]
+        assert "(aten.pow.Tensor_Scalar in 0): 14 inf of 48 values" in found.notes[-1]
 
 
-def test_an_inf_that_changes_little_is_a_note():
+def test_all_that_were_not_finite_within_are_named():
     torch.manual_seed(0)
-    net = Clamped(up=nn.Linear(16, 16), norm=nn.LayerNorm(16))
     with torch.no_grad():
-        net.up.weight.mul_(5e4)
-    found = explain(net.half(), torch.randn(3, 16).half() * 10)
-    assert found.op is None and found.is_finite
-    assert "hidden by aten.clamp" in found.notes[-1]
-    assert "were not finite: aten.addmm (" in found.notes[-1]
-
-
-class Apart(nn.Module):
-    """Keeps those that no other is near to, after shifts by their class."""
-
-    def forward(self, boxes, labels):
-        shifted = boxes + labels.to(boxes) * (boxes.max() + 1)
-        are_near = (shifted[:, None] - shifted).abs().clamp(max=2) < 1
-        return boxes[are_near.sum(1) < 2]
-
-
-def test_an_inf_that_changes_what_is_kept_is_named():
-    boxes = torch.tensor([5.0, 7.0, 2000.0, 2000.5])
-    labels = torch.tensor([0, 1, 42, 42])
-    found = explain(Apart(), (boxes.half(), labels))
-    assert (found.cause, found.is_finite) == ("range overflow", False)
-    assert found.op.code.strip().startswith("shifted = boxes")
-    assert "of another shape than in float32" in found.evidence[1]
-
-
-def test_an_inf_within_is_named_with_a_loss_as_without():
-    torch.manual_seed(0)
-    net = nn.Sequential(Rms(), nn.Linear(16, 4)).half()
-    x = torch.randn(3, 16).half()
-    x[1] *= 1000
-    found = explain(net, x, lambda x: net(x).float().square().mean())
-    assert (found.cause, found.module) == ("range overflow", "0")
+        found = explain(
+            Gated(norm=nn.LayerNorm(16)).half(), torch.randn(3, 16).half() * 300
+        )
+    names = re.findall(r"\((aten\.\w+)", found.notes[-1])
+    assert found.is_finite and names == ["aten.log", "aten.mul", "aten.mul"]
 
 
 def test_what_is_finite_within_as_well_has_run_once():
@@ -399,18 +369,6 @@ class Gated(Assembled):
         if y.isinf().any():
             y = y.clamp(-64000, 64000)
         return self.norm(y + soft + bias)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_of_several_hidden_infs_the_one_that_changes_the_output_is_named(mode):
-    torch.manual_seed(0)
-    with mode():
-        found = explain(
-            Gated(norm=nn.LayerNorm(16)).half(), torch.randn(3, 16).half() * 300
-        )
-    assert found.op.code.strip().startswith("y = (x * 1000 * x)")
-    assert "hidden by aten.clamp" in found.evidence[1]
-    assert "from float32" in found.evidence[1]
 
 
 class Scored(Assembled):

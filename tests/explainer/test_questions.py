@@ -71,7 +71,6 @@ EVIDENCE = {
     ],
     "REPLAYED": [
         {"kind": "", "first": RAISED},
-        {"kind": "", "first": {"has_backward": False}},
         {},
     ],
     "FINITE": [

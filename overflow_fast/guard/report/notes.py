@@ -112,6 +112,7 @@ BAD_BEFORE = (
     "The operation's result in the forward is non-finite, too; what follows leaves it "
     "out."
 )
+MASKED_OPS = "Values within it were not finite: {}."
 NOT_FOUND = "Where the program holds that tensor was not found."
 REACHES_NO_WEIGHT = "The gradients of all parameters are finite all the same."
 NOT_TRIED = (
@@ -121,7 +122,6 @@ NOT_TRIED = (
 SPENT = "the budget, of forwards or of seconds, was spent"
 WHICH_SAMPLE = f"Which sample it comes from is not known: {SPENT}."
 NOT_LOOKED_BACK = f"Whether a number was lost before it is not known: {SPENT}."
-NOT_WITHIN = f"The operations within it were not looked at: {SPENT}."
 NOT_IN_FLOAT64 = f"The whole step was not run in float64: {SPENT}."
 NOT_SMALLER = f"The step was not run with weights as large as before: {SPENT}."
 NOT_MEASURED = f"Changes of batches that are finite were not all measured: {SPENT}."
