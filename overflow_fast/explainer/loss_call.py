@@ -21,7 +21,6 @@ from torch import nn
 
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.held_function import data_in
-from .ambient import with_autocast_of_now
 from .calls import Call, ModelCall
 from .captured import Captured
 from .loss_line import BLOCKS, LOOPS, UNNAMED, LossLine, is_followed
@@ -196,7 +195,7 @@ class LossCall:
         forwards = self._forwards[num_before:]
         model = next(iter(self._models.values()))
         ambient = forwards[0].ambient if forwards else Ambient(model, ())
-        ambient = with_autocast_of_now(ambient)
+        ambient = ambient.with_autocast_of_now()
         call = Call(self._captured, self._captured.values, ambient)
         call.returns_loss = True
         call.seconds = max((each.seconds for each in self._forwards), default=0.0)

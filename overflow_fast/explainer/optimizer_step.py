@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..base.text import dtype_name, error_line
 from ..base.tree import path_text, tensors
@@ -22,13 +25,14 @@ from ..guard.report.explanation import Explanation
 from ..guard.report.findings import REPLACED
 from ..guard.report.gist import plain_number
 from ..guard.report.remedy import Remedy
+from ..guard.undo.kept_objects import ATOMS
 from ..guard.verdict.optimizer_settings import nonfinite_in
+from ..torch_internals.replaying import with_torch_function
 from .bad_step import BadStep
 from .named_tensors import state_by_name
 from .op_call import RANGE, OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
-from .optimizer_twin import OptimizerTwin, group_of
 from .remedies.rule_attempts import update_remedies
 from .tensor_kinds import summary_of
 from .torch_calls import TorchCalls
@@ -50,6 +54,14 @@ _WRITTEN = (
     "code outside of the optimizer's step has written to it since: its version counter "
     "has risen by {}"
 )
+
+
+def group_of(optimizer: Any, parameter: torch.Tensor) -> int | None:
+    """The place of the parameter group that has a parameter, or None."""
+    for place, group in enumerate(optimizer.param_groups):
+        if any(parameter is each for each in group["params"]):
+            return place
+    return None
 
 
 def explain_update(step: BadStep, found: Explanation) -> Explanation:
@@ -146,18 +158,63 @@ class _Again:
         gone = ", tried with gradients of 0 as the step's own are gone"
         return gone * (self.gradient is None)
 
-    def made(self, dtype: torch.dtype | None = None, **changed: Any) -> OptimizerTwin:
-        """A twin that is about to step: in a dtype, with some settings changed."""
-        return OptimizerTwin(
-            *(self.optimizer, {**self.group, **changed}, self.parameter),
-            *(dtype or self.parameter.dtype, self.gradient, self.held),
-        )
-
     def is_finite(self, **changed: Any) -> bool:
-        """True if the weight is finite after the step."""
-        twin = self.made(**changed)
-        twin.step()
-        return bool(twin.parameter.isfinite().all())
+        """True if the weight is finite after the step, with some settings changed."""
+        return _Twin(self, self.parameter.dtype, **changed).is_finite_after_step()
+
+
+class _Twin:
+    """An optimizer of the same kind and state for a copy of one parameter.
+
+    Args:
+        again: The step that it is to make.
+        dtype: The dtype of the copies.
+        changed: Settings to change.
+
+    Attributes:
+        parameter: The copy; values that are not finite are 0 in it.
+    """
+
+    def __init__(self, again: _Again, dtype: torch.dtype, **changed: Any) -> None:
+        optimizer, parameter, held = again.optimizer, again.parameter, again.held
+        before = held(parameter)
+        value = (parameter.detach() if before is None else before).to(dtype, copy=True)
+        value[~value.isfinite()] = 0
+        self.parameter = nn.Parameter(value)
+        given = torch.zeros_like(value) if again.gradient is None else again.gradient
+        self.parameter.grad = given.to(dtype, copy=True)
+        self._optimizer = copy.copy(optimizer)  # of which torch keeps no attributes
+        own = {k: v for k, v in vars(optimizer).items() if type(v) in ATOMS}
+        vars(self._optimizer).update(own)
+        kept = dict(optimizer.state.get(parameter, {}))
+        if before is not None:
+            # State of which nothing is held was made in that step.
+            parts = {k: v for k, v in kept.items() if isinstance(v, torch.Tensor)}
+            old = {key: held(each) for key, each in parts.items()}
+            known = {key: each for key, each in old.items() if each is not None}
+            kept = {**kept, **known} if known or not old else {}
+        state = {k: _copied(v, parameter.dtype, dtype) for k, v in kept.items()}
+        settings = {key: each for key, each in again.group.items() if key != "params"}
+        group = {**settings, **changed, "params": [self.parameter]}
+        self._optimizer.param_groups = [group]
+        self._optimizer.state = defaultdict(dict, {self.parameter: state})
+
+    def step(self) -> None:
+        """Makes the class's own step, without hooks."""
+        step: Any = type(self._optimizer).step
+        with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
+            getattr(step, "__wrapped__", step)(self._optimizer)
+
+    def is_finite_after_step(self) -> bool:
+        """Makes the step; True if the copy is finite then."""
+        self.step()
+        return bool(self.parameter.isfinite().all())
+
+
+def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(new, copy=True) if value.dtype == old else value.clone()
 
 
 def _by_settings(
@@ -197,7 +254,7 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
         found: What is said of the parameter so far.
     """
     optimizer, group, parameter = again.optimizer, again.group, again.parameter
-    twin = again.made()
+    twin = _Twin(again, parameter.dtype)
     table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
@@ -211,9 +268,7 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
     made = None if root_op is None else root_op.source
     if not isinstance(made, OpCall):
         return None
-    wide = again.made(torch.float64)
-    wide.step()
-    is_finite = bool(wide.parameter.isfinite().all())
+    is_finite = _Twin(again, torch.float64).is_finite_after_step()
     beyond = _beyond(made)  # the step's own code may cast to a narrow dtype
     ran = made.details.op if made.details else None
     if ran is not None and len(ran.operands) > 1 and again.held(parameter) is None:

@@ -44,6 +44,7 @@ from .calls import is_forward_alone, name_outside
 from .explain_origin import explain_mask, explain_root_op, first_bad_weight
 from .named_tensors import state_by_name
 from .op_table import OpTable
+from .optimizer_step import explain_update
 from .program_globals import changed_names, global_values
 from .search import Question, Search, Tree, failed
 from .tensor_kinds import sizes_and_bad
@@ -92,8 +93,6 @@ def _weight_before(search: Search) -> Explanation | None:
         if not sizes_and_bad([("", held)])[1]:
             return None
     if step.past.weights.get(found.tensor):
-        from .optimizer_step import explain_update  # of weights alone
-
         return explain_update(step, found)
     return found
 

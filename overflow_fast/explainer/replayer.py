@@ -36,7 +36,6 @@ from ..torch_internals.replaying import (
     without_torch_function,
 )
 from ..torch_internals.tensor_internals import local_part, sparse_values
-from .ambient import applied
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
 from .leaves import Leaf, held_leaves
@@ -536,7 +535,7 @@ class Replayer:
         outer = sys.exc_info()[1]
         try:
             with self._traced(result, call, traced) if traced else nullcontext():
-                with applied(call.ambient, self.models.values()), self._watched():
+                with call.ambient.applied(self.models.values()), self._watched():
                     output = call.function(call.batch)
                 for observer in observers:
                     observer.on_output(call, output)

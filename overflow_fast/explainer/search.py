@@ -33,6 +33,7 @@ from .leaves import Leaf
 from .named_tensors import names_of
 from .op_call import OpCall
 from .op_table import OpTable
+from .optimizer_step import explain_update
 from .remedies.attempts import find_remedies
 from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
@@ -312,8 +313,6 @@ class Search:
             return found
         found = explain_root_op(root_op, ops, in_gradients, call)
         if found.phase == "weights" and step.past.weights.get(found.tensor):
-            from .optimizer_step import explain_update  # of weights alone
-
             return explain_update(step, found)
         if any(each.is_overwritten() for each in self.replayer.calls):
             found.notes.append(OVERWRITTEN)

@@ -13,7 +13,7 @@ from ..guard.report.gist import told_number
 from .bad_step import BadStep
 from .bounds import GROWN, SCALED_BACK, UPDATE, VANISHED, WEIGHT
 from .named_tensors import names_of
-from .optimizer_twin import group_of
+from .optimizer_step import group_of
 from .tensor_kinds import sizes_and_bad
 
 _NO_BOUND = (

@@ -403,7 +403,6 @@ EFFECTS = {
     "changes settings of the process": [
         lambda w: os.umask(0),
         lambda w: os.nice(0),
-        lambda w: sys.setrecursionlimit(sys.getrecursionlimit()),
         lambda w: atexit.register(int),
         lambda w: locale.setlocale(locale.LC_ALL, "C"),
         lambda w: resource.setrlimit(

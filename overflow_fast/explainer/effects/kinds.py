@@ -65,7 +65,6 @@ def _functions_of(module: Any, names: str, words: str) -> dict[Any, str]:
 _SIGNAL = sys.modules["_signal"]
 FUNCTIONS = {
     **_functions_of(time, "sleep", SLEEPS),
-    **_functions_of(time, "clock_settime clock_settime_ns tzset", SETTINGS),
     **_functions_of(select, "select", WAITS),
     **_functions_of(
         _SIGNAL,
@@ -83,14 +82,7 @@ FUNCTIONS = {
     **_functions_of(os, "pipe pipe2 dup dup2 closerange mkfifo mknod", FILES),
     **_functions_of(
         os,
-        "umask nice setpriority sched_setaffinity sched_setparam sched_setscheduler "
-        "set_blocking setegid seteuid setgid setgroups initgroups setpgid setpgrp "
-        "setregid setresgid setresuid setreuid setsid setuid tcsetpgrp chroot",
-        SETTINGS,
-    ),
-    **_functions_of(
-        sys,
-        "setrecursionlimit setswitchinterval setdlopenflags set_int_max_str_digits",
+        "umask nice setpriority sched_setaffinity setsid chroot",
         SETTINGS,
     ),
     **_functions_of(atexit, "register unregister", SETTINGS),

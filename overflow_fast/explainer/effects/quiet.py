@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import sys
 import threading
@@ -28,7 +27,7 @@ class Quiet:
 
     The streams of the process, what shows warnings and what gives a record to handlers
     are for all threads: each asks which thread it is, as long as one replays. A stream
-    does so by a method of its own, whatever name the program has kept it by.
+    does so by a method of its own, whatever name the program has kept the stream by.
     """
 
     def __init__(self) -> None:
@@ -40,7 +39,6 @@ class Quiet:
         self._paused: set[int] = set()
         # The attributes of each stream, those that it has meanwhile, and had before.
         self._streams: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        self._through: list[tuple[io.TextIOWrapper, bool]] = []
         self._call_handlers: tuple[Any, Any] = (None, None)
 
     @contextlib.contextmanager
@@ -65,30 +63,6 @@ class Quiet:
         """Drops nothing in this thread meanwhile: what is not of the replay runs."""
         change = self._paused.add if is_paused else self._paused.discard
         change(threading.get_ident())
-
-    def takes(self, stream: Any) -> bool:
-        """Drops what this thread gives to a stream's `write` that was kept before.
-
-        It is no name of the stream any more. But a stream of text that keeps nothing
-        back hands all of it on to what lies beneath, and so to a method that drops it.
-
-        Returns:
-            False for a stream with which that cannot be.
-        """
-        if not isinstance(stream, io.TextIOWrapper):
-            return False
-        with self._lock:
-            was_through = stream.write_through
-            if not was_through:
-                self.pause(True)  # what was kept back until now is written
-                try:
-                    stream.reconfigure(write_through=True)
-                except Exception:
-                    return False
-                finally:
-                    self.pause(False)
-                self._through.append((stream, was_through))
-        return True
 
     def _begin(self) -> None:
         self._is_applied = True
@@ -118,15 +92,12 @@ class Quiet:
                     own[name] = before[name]
                 else:
                     del own[name]
-        for text, was_through in self._through:
-            with contextlib.suppress(Exception):  # it may be closed
-                text.reconfigure(write_through=was_through)
         vars(warnings)["_showwarnmsg"] = self._show
         logger: Any = logging.Logger
         call_handlers, told = self._call_handlers
         if logger.callHandlers is told:
             logger.callHandlers = call_handlers
-        self._streams, self._through = [], []
+        self._streams = []
 
     def _muted(self, method: Callable[..., Any], counts: bool) -> Callable[..., Any]:
         """A stream's method that does nothing in threads that replay.
