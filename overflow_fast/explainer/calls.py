@@ -25,10 +25,9 @@ from ..base.tree import (
 )
 from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.function_marks import marks_of
-from ..guard.kept_calls.held_function import argument_names
+from ..guard.kept_calls.held_function import HeldFunction, argument_names
 from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
 from ..torch_internals.compiler import uncompiled
-from .captured import Captured
 from .leaves import name_in_code
 from .tensor_kinds import is_float
 
@@ -63,6 +62,11 @@ class Call(KeptCall):
         vars(call).update(vars(kept))
         return call
 
+    @property
+    def is_of_one_forward(self) -> bool:
+        """True if it is of one forward alone, and not of a function of several."""
+        return isinstance(self, ModelCall) or len(self.forwards) == 1
+
     def leaves(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors of the batch with their places, such as `batch['x']`."""
         held = self.variables()
@@ -79,13 +83,13 @@ class Call(KeptCall):
 
     def variables(self) -> dict[str, Any]:
         """The values that make up the batch, by the names that code has for them."""
-        is_captured = isinstance(self.function, Captured)
+        is_captured = isinstance(self.function, HeldFunction)
         return self.batch if is_captured else {"batch": self.batch}
 
     def around(self) -> dict[str, Any]:
         """The variables besides the batch that its function reads, by their names."""
         function = self.function
-        return function.around if isinstance(function, Captured) else {}
+        return function.around if isinstance(function, HeldFunction) else {}
 
     def note_overwritten(self) -> None:
         """Keeps the answer of `is_overwritten()`: a replay may write, too."""
@@ -236,9 +240,7 @@ def made_again(kept: KeptCall) -> Call:
     call.forwards = list(map(made_again, kept.forwards))
     if kept.began is not None:
         call.seconds = perf_counter() - kept.began
-    call.function = (
-        functools.partial(call_model, callee) if is_of_model else Captured.of(callee)
-    )
+    call.function = functools.partial(call_model, callee) if is_of_model else callee
     return call
 
 

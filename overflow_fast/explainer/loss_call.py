@@ -20,9 +20,8 @@ from typing import Any
 from torch import nn
 
 from ..guard.kept_calls.ambient import Ambient
-from ..guard.kept_calls.held_function import data_in
+from ..guard.kept_calls.held_function import HeldFunction, data_in
 from .calls import Call, ModelCall
-from .captured import Captured
 from .loss_line import BLOCKS, LOOPS, UNNAMED, LossLine, is_followed
 from .replay_check import SameStep, UncertainError
 from .rewound import rewound
@@ -187,7 +186,7 @@ class LossCall:
         last = max(each.end_lineno or 0 for each in body)
         self.place = Site(line.frame.f_code, last, 0).text
         self.is_held, self.is_only_loss = line.is_held, not line.others
-        self._captured = Captured(_function_of(line, body))
+        self._captured = HeldFunction(_function_of(line, body))
         self._models = models
         self._begin(0)
 

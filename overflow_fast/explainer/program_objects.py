@@ -7,7 +7,6 @@ of classes, context variables. None of the user's code runs.
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import types
@@ -22,7 +21,6 @@ from ..guard.undo.contents import (
     ATTRIBUTE,
     ATTRIBUTES,
     KEY,
-    Access,
     GeneratorContents,
     Kept,
     ObjectContents,
@@ -42,7 +40,6 @@ _MAX_BYTES = 2**28
 _MOST_OF_MODELS = 100_000
 _MOST_AROUND = 4000
 _METHODS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
-_PLAIN_TABLES = (dict, collections.OrderedDict, set)
 _TABLES = (PARAMETERS, BUFFERS, MODULES)
 
 
@@ -112,22 +109,16 @@ class ProgramObjects(KeptObjects):
             for tensors in (module.named_parameters, module.named_buffers):
                 for key, each in tensors(recurse=False):
                     yield f"{prefix}{key}", each
-        empty = []
         for key, value in own.items():
             if type(value) in ATOMS:
                 continue
             if key not in BARE:
                 yield f"{prefix}{key}", value
-            elif (access := access_of(type(value))) is None:
-                continue
-            elif type(value) in _PLAIN_TABLES and not value:
-                empty.append((value, access))
-            else:
+            elif (access := access_of(type(value))) is not None:
                 self._keep(f"{prefix}{key}", value, access)
                 if key in _TABLES:
                     for inner, each in list(value.items()):
                         yield f"{prefix}{inner}", each
-        self.kept.append(_EmptyTables(name, empty))
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         parts = super()._of_object(name, value)
@@ -152,22 +143,6 @@ class ProgramObjects(KeptObjects):
             if _is_data(value):
                 self._data_alone.add(id(value))
                 yield name, value
-
-
-class _EmptyTables:
-    """The empty tables of a module, as most of its hooks' are: looked at together."""
-
-    def __init__(self, name: str, tables: list[tuple[Any, Access]]) -> None:
-        self.name, self._tables = name, tables
-        self._all = [table for table, _ in tables]
-
-    def restore(self) -> None:
-        if self.has_changed():
-            for table, access in self._tables:
-                access.replace(table, [])
-
-    def has_changed(self) -> bool:
-        return any(self._all)
 
 
 def _difference(kept: Kept) -> str:

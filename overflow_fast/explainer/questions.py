@@ -193,15 +193,6 @@ def _left_over(search: Search) -> Explanation:
     )
 
 
-def _no_backward(search: Search) -> Explanation:
-    sizes = [call.not_held for call in search.replayer.calls if call.not_held]
-    why = "what backward was called on is not known"
-    if sizes:
-        size = f"{max(sizes) / 2**20:.0f} MiB"
-        why = f"the gradients of the model's output were too large to hold ({size})"
-    return Explanation("backward", notes=[notes.NO_BACKWARD.format(why)])
-
-
 def _is_reduced(search: Search) -> bool:
     """True if gradients are made by ranks together, and the replay's are not."""
     is_alone = search.replayer.ranks.is_alone
@@ -424,7 +415,7 @@ FINITE: tuple[Question, ...] = (
     Question(
         "Was a gradient bad, and was no backward run?",
         lambda s: s.step.kind in _GRADIENTS and not s.first.has_backward,
-        _no_backward,
+        _note(notes.NO_BACKWARD, "backward"),
     ),
     Question(
         "Was the gradient bad that the loss has given to the model's output?",

@@ -14,7 +14,7 @@ from ..base.tree import tensors_in
 from ..guard.report.op import Op
 from .bounds import least_divisor
 from .domain import outside_of_domain, value_at
-from .float64 import in_float64, with_inputs_times
+from .float64 import in_float64, is_large, part_of, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
 from .memory import TapedTensor
 from .op_call import (
@@ -30,7 +30,6 @@ from .op_call import (
     Details,
     OpCall,
 )
-from .op_part import is_large, part_of
 from .tensor_kinds import (
     NAN,
     Index,

@@ -26,7 +26,7 @@ from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep
 from .budget import Budget
-from .calls import Call, ModelCall, name_outside, with_clean_batch
+from .calls import Call, name_outside, with_clean_batch
 from .effects.rule import StoppedError
 from .explain_origin import DIVIDES_BY, explain_root_op, tell_float64
 from .leaves import Leaf
@@ -376,9 +376,7 @@ class Search:
         dropped += self.num_unlike
         num = len(calls) + dropped
         # Of a function, and of the program's lines, it may be any of several.
-        are_single = all(
-            isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls
-        )
+        are_single = all(call.is_of_one_forward for call in calls)
         if num > 1 and are_single and found.phase in COMPUTED:
             found.forward = place + dropped + 1, num
 

@@ -223,7 +223,7 @@ class StepExplainer:
         is_of_call = first is not None and first.kind in ("input", "output")
         if not is_of_call or len(self._watches) > 1:
             return -1
-        if not all(isinstance(c, ModelCall) or len(c.forwards) == 1 for c in calls):
+        if not all(call.is_of_one_forward for call in calls):
             return -1
         found = verdict.batch - self._watches[0].batch_number + len(calls)
         return found if 0 <= found < len(calls) else -1

@@ -59,7 +59,7 @@ def test_the_part_has_the_cause_of_the_whole(monkeypatch, case, as_kept):
     size, function, cause = CASES[case]
     monkeypatch.setattr("overflow_fast.explainer.tape._MOST_NUMEL", 0)
     whole = explained(size, function)
-    monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
+    monkeypatch.setattr("overflow_fast.explainer.float64._MAX_NUMEL", 30)
     part = explained(size, function)
     assert whole.cause.startswith(cause)
     assert (part.cause, part.op.name) == (whole.cause, whole.op.name)
@@ -68,7 +68,7 @@ def test_the_part_has_the_cause_of_the_whole(monkeypatch, case, as_kept):
 
 
 def test_the_value_is_that_of_its_place(monkeypatch):
-    monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
+    monkeypatch.setattr("overflow_fast.explainer.float64._MAX_NUMEL", 30)
     scale = torch.arange(1.0, 9.0)[:, None].half()
 
     def loss(x):
@@ -82,14 +82,14 @@ def test_the_value_is_that_of_its_place(monkeypatch):
 
 
 def test_what_has_no_part_is_said_to_be_too_large(monkeypatch):
-    monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
+    monkeypatch.setattr("overflow_fast.explainer.float64._MAX_NUMEL", 30)
     found = explained(8, lambda x: (large(x) * 100).sum().float())
     assert found.cause == "unknown"
     assert "too large" in found.reason
 
 
 def test_an_operation_that_mixes_rows_is_not_cut(monkeypatch):
-    monkeypatch.setattr("overflow_fast.explainer.op_part._MAX_NUMEL", 30)
+    monkeypatch.setattr("overflow_fast.explainer.float64._MAX_NUMEL", 30)
     found = explained(8, lambda x: (large(x) * 100).cumsum(0).float().sum())
     assert found.cause == "unknown"
     assert "too large" in found.reason

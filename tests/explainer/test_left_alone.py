@@ -344,10 +344,10 @@ class Tee:
             each.flush()
 
 
-def stdout(monkeypatch, make=lambda stream: stream):
+def stdout(monkeypatch, make=lambda stream: stream, is_through=True):
     """Makes the process's stream one whose bytes can be read."""
     data = io.BytesIO()
-    stream = io.TextIOWrapper(data, write_through=True)
+    stream = io.TextIOWrapper(data, write_through=is_through)
     for name, each in (("stdout", make(stream)), ("__stdout__", stream)):
         monkeypatch.setattr(sys, name, each)
     return stream, data
@@ -415,28 +415,35 @@ def rows_of(stream):
     return lambda text: rows.writerow([text])
 
 
-def test_lines_by_a_method_of_before_are_dropped(monkeypatch):
-    stream, data = stdout(monkeypatch)
-    write = stream.writelines
-    with EffectRule().applied(60):
-        write(["own"])
-    assert data.getvalue() == b""
-
-
 KEPT = {
     "write": lambda stream: stream.write,
-    "bytes": lambda stream: lambda text, kept=stream.buffer.write: kept(text.encode()),
+    "writelines": lambda stream: stream.writelines,
     "csv": rows_of,
 }
 
 
+@pytest.mark.parametrize("is_through", [True, False])
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_write_of_before_ends_it(kind, monkeypatch):
-    stream, data = stdout(monkeypatch)
+def test_what_a_method_of_before_shows_is_dropped(kind, is_through, monkeypatch):
+    stream, data = stdout(monkeypatch, is_through=is_through)
     write = KEPT[kind](stream)
+    stream.write("before ")
+    with EffectRule().applied(60):
+        for _ in range(3):
+            write("own")
+    assert stream.write_through is is_through
+    assert not set(vars(stream)) & {"write", "writelines", "flush"}
+    stream.write("later")
+    stream.flush()
+    assert data.getvalue() == b"before later"
+
+
+def test_bytes_by_a_method_of_before_end_it(monkeypatch):
+    stream, data = stdout(monkeypatch)
+    kept = stream.buffer.write
     with pytest.raises(StoppedError, match="to the terminal"):
         with EffectRule().applied(60):
-            write("own")
+            kept(b"own")
     assert data.getvalue() == b""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import sys
 import threading
@@ -27,18 +28,18 @@ class Quiet:
 
     The streams of the process, what shows warnings and what gives a record to handlers
     are for all threads: each asks which thread it is, as long as one replays. A stream
-    does so by a method of its own, whatever name the program has kept the stream by.
+    does so by a method of its own, whatever name the program has kept it by.
     """
 
     def __init__(self) -> None:
-        self._threads: dict[int, int] = {}
+        self._threads: set[int] = set()
         self._lock = threading.Lock()
         self._show: Any = None
         self._shown_by: tuple[Any, Any] = (None, None)
-        self._is_applied = False
         self._paused: set[int] = set()
         # The attributes of each stream, those that it has meanwhile, and had before.
         self._streams: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._through: list[tuple[io.TextIOWrapper, bool]] = []
         self._call_handlers: tuple[Any, Any] = (None, None)
 
     @contextlib.contextmanager
@@ -46,16 +47,14 @@ class Quiet:
         """Is quiet within, in this thread."""
         own = threading.get_ident()
         with self._lock:
-            self._threads[own] = self._threads.get(own, 0) + 1
-            if not self._is_applied:
+            if not self._threads:
                 self._begin()
+            self._threads.add(own)
         try:
             yield
         finally:
             with self._lock:
-                self._threads[own] -= 1
-                if not self._threads[own]:
-                    del self._threads[own]
+                self._threads.remove(own)
                 if not self._threads:
                     self._end()
 
@@ -64,8 +63,31 @@ class Quiet:
         change = self._paused.add if is_paused else self._paused.discard
         change(threading.get_ident())
 
+    def takes(self, stream: Any) -> bool:
+        """Drops what this thread gives to a stream's `write` that was kept before.
+
+        It is no name of the stream any more. But a stream of text that keeps nothing
+        back hands all of it on to what lies beneath, and so to a method that drops it.
+
+        Returns:
+            False for a stream with which that cannot be.
+        """
+        if not isinstance(stream, io.TextIOWrapper):
+            return False
+        with self._lock:
+            was_through = stream.write_through
+            if not was_through:
+                self.pause(True)  # what was kept back until now is written
+                try:
+                    stream.reconfigure(write_through=True)
+                except Exception:
+                    return False
+                finally:
+                    self.pause(False)
+                self._through.append((stream, was_through))
+        return True
+
     def _begin(self) -> None:
-        self._is_applied = True
         for stream in terminals().values():
             own = _attributes(stream)
             if own is not None:
@@ -83,7 +105,6 @@ class Quiet:
         logger.callHandlers = self._call_handlers[1]
 
     def _end(self) -> None:
-        self._is_applied = False
         for own, mute, before in self._streams:
             for name, method in mute.items():
                 if own.get(name) is not method:
@@ -92,12 +113,15 @@ class Quiet:
                     own[name] = before[name]
                 else:
                     del own[name]
+        for text, was_through in self._through:
+            with contextlib.suppress(Exception):  # it may be closed
+                text.reconfigure(write_through=was_through)
         vars(warnings)["_showwarnmsg"] = self._show
         logger: Any = logging.Logger
         call_handlers, told = self._call_handlers
         if logger.callHandlers is told:
             logger.callHandlers = call_handlers
-        self._streams = []
+        self._streams, self._through = [], []
 
     def _muted(self, method: Callable[..., Any], counts: bool) -> Callable[..., Any]:
         """A stream's method that does nothing in threads that replay.

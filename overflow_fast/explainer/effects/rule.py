@@ -240,7 +240,7 @@ class _Policy:
     def _words_of_file(self, file: Any, name: str) -> str:
         if id(file) in self._own_terminals:
             # `write` of C is one that was kept: no name of the stream drops it.
-            return kinds.TERMINAL if name == "write" else ""
+            return "" if name != "write" or quiet.takes(file) else kinds.TERMINAL
         if isinstance(file, kinds.WITHIN_PROCESS) and not self.before.has(file):
             return ""
         if name in kinds.FILE_WRITES:

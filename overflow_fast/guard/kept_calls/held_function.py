@@ -1,7 +1,8 @@
-"""A function that is kept, with the variables that it takes from around it."""
+"""A function that is kept with the variables that it takes from around it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from ...base.text import is_of_program, is_of_user
 from ...base.tree import (
     MAX_DEPTH,
     OBJECTS_OF_STEP,
@@ -46,7 +48,8 @@ class HeldFunction:
     """A function without arguments, with what its variables hold now.
 
     A loop gives them the next batch before the step is judged. The variables of the
-    functions of its module that it calls are held, too.
+    functions of its module that it calls are held, too. It can be called again with
+    what they held, or with other data.
 
     Args:
         function: The function. What it reads from variables around it, or has as
@@ -103,6 +106,89 @@ class HeldFunction:
         if not isinstance(own, functools.partial):
             return {}
         return {**dict(zip(self.names, own.args, strict=True)), **own.keywords}
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Calls the function, with values in place of its variables'."""
+        is_same = all(values[name] is each for name, each in self.values.items())
+        if is_same and not any(map(self._is_rebound, self.held)):
+            return self.function()
+        function: Any = self.plain
+        args: list[Any] = []
+        keywords: dict[str, Any] = {}
+        if isinstance(self.function, functools.partial):
+            own = self.function
+            function = own.func
+            given = zip(self.names, own.args, strict=True)
+            args = [values.get(name, each) for name, each in given]
+            keywords = {k: values.get(k, each) for k, each in own.keywords.items()}
+        if self.plain is not None:
+            function = self._with(self.plain, values)
+        return function(*args, **keywords)
+
+    @property
+    def around(self) -> dict[str, Any]:
+        called, found = self.called, self.given
+        if self.plain is None:
+            found["self"] = getattr(called, "__self__", called)
+        for own in self.held.values():
+            found |= own
+        for each in [getattr(called, "__func__", called), *found.values()]:
+            for owner, name, value in _all_variables(each, 0):
+                if found.setdefault(name, value) is not value:
+                    found[f"{owner}.{name}"] = value
+        return {k: v for k, v in found.items() if k not in self.values}
+
+    def _is_rebound(self, function: types.FunctionType) -> bool:
+        """True if a variable of a function holds another object by now."""
+        now = dict(variables_of(function))
+        held = self.held[function]
+        return any(k not in now or now[k] is not each for k, each in held.items())
+
+    def _with(
+        self,
+        function: types.FunctionType,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType] | None = None,
+    ) -> types.FunctionType:
+        """A copy of a function with what it held, but for these values."""
+        copies = {} if copies is None else copies
+        code, around = function.__code__, dict(function.__globals__)
+        cells = {name: types.CellType() for name in code.co_freevars}
+        copy = types.FunctionType(
+            code, around, function.__name__, None, tuple(cells.values())
+        )
+        copies[function] = copy
+        for name, each in zip(
+            code.co_freevars, function.__closure__ or (), strict=True
+        ):
+            with contextlib.suppress(ValueError):  # not assigned yet
+                cells[name].cell_contents = each.cell_contents
+        for name, own in self.held[function].items():
+            each = self._instead(name, own, values, copies)
+            if name in cells:
+                cells[name].cell_contents = each
+            else:
+                around[name] = each
+        copy.__defaults__ = tuple(
+            self._instead(name, each, values, copies)
+            for name, each in defaults_of(function)
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
+
+    def _instead(
+        self,
+        name: str,
+        held: Any,
+        values: Mapping[str, Any],
+        copies: dict[types.FunctionType, types.FunctionType],
+    ) -> Any:
+        """Returns what a copy of a function reads in place of what it held."""
+        if name in values and held is self.values.get(name):
+            return values[name]
+        if isinstance(held, types.FunctionType) and held in self.held:
+            return copies[held] if held in copies else self._with(held, values, copies)
+        return held
 
     def generators(self) -> list[Kept]:
         """The states of the generators of random numbers that its variables hold.
@@ -166,6 +252,28 @@ class HeldFunction:
             is_new &= bool(held) and not any(each.requires_grad for each in held)
             if is_new or (len(own) == 1 and (not sizes or own == sizes)):
                 self.values[name] = value
+
+
+def _all_variables(function: Any, depth: int) -> Iterator[tuple[str, str, Any]]:
+    """The variables of a user's function, and of functions among them.
+
+    Each with its function's name and its own. Defaults of arguments are such, and what
+    a function reads of the program's modules.
+    """
+    if not isinstance(function, types.FunctionType) or depth > MAX_CALLED:
+        return
+    code = function.__code__
+    if not is_of_user(code.co_filename):
+        return
+    found = [*variables_of(function), *(function.__kwdefaults__ or {}).items()]
+    found += defaults_of(function)
+    for name, each in found:  # which grows meanwhile
+        yield function.__name__, name, each
+        yield from _all_variables(each, depth + 1)
+        own = vars(each) if isinstance(each, types.ModuleType) else {}
+        file = own.get("__file__")
+        if file is not None and is_of_program(file):
+            found += [(f"{name}.{key}", own.get(key)) for key in code.co_names]
 
 
 def argument_names(function: Callable[..., Any], count: int) -> list[str]:

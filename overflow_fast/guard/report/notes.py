@@ -46,7 +46,10 @@ NO_LOSS = (
     "Backward was not run: neither `loss` nor the model returned a number that "
     "requires a gradient."
 )
-NO_BACKWARD = "Backward was not replayed: {}. Use `guard.run(lambda: loss)`."
+NO_BACKWARD = (
+    "Backward was not replayed: what it was called on is not known, or the gradients "
+    "of the model's output were too large to hold. Use `guard.run(lambda: loss)`."
+)
 NOT_HELD = (
     "The value of `{}` before the step is not held: whether it was finite is not "
     "known, and the step was not replayed."
