@@ -17,7 +17,6 @@ from ..base.modules import parameters_of
 from ..base.tree import CALL_DEPTH, mapped
 from ..guard.files.reading import is_regular
 from ..guard.kept_calls.ambient import Ambient
-from ..guard.options import BUDGET
 from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.undo.random import RandomStates
@@ -85,7 +84,6 @@ def explain_folder(
     loss: Callable[..., Any] | None = None,
     *,
     any_weights: bool = False,
-    budget: int = BUDGET,
 ) -> Explanation:
     """Explains the step of a folder with a model that has the step's weights.
 
@@ -97,7 +95,6 @@ def explain_folder(
             `guard.run()`, a dict of the variables that its function used. None for the
             loss that the model returns.
         any_weights: Explain with weights that are not those of the step, too.
-        budget: How many forwards it may run.
 
     Raises:
         UnreadableStepError: If the folder has no step that can be run, or the weights
@@ -119,7 +116,7 @@ def explain_folder(
     if other and not any_weights:
         raise UnreadableStepError(f"{text}; load the checkpoint that the step ran with")
     calls = [_made(path, each, model, loss) for each in step.calls]
-    found = investigate(BadStep(models, calls, budget=budget))
+    found = investigate(BadStep(models, calls))
     if found.is_finite:  # it was not, when it was saved
         found.cause = NOT_REPRODUCIBLE.name
     found.notes[:0] = _notes(step) + [text] * bool(other)
