@@ -37,7 +37,7 @@ _NUMBERS = (bool, int, float, str)
 # and of those in the variables of a function, 0.05 s. What is larger, or lies behind
 # these, nearest first, stays as a replay leaves it.
 _MAX_BYTES = 2**28
-_MOST_OF_MODELS = 100_000
+MOST_OF_MODELS = 100_000
 _MOST_AROUND = 4000
 _METHODS = (types.MethodType, types.BuiltinFunctionType, types.MethodWrapperType)
 _TABLES = (PARAMETERS, BUFFERS, MODULES)
@@ -62,14 +62,6 @@ class ProgramObjects(KeptObjects):
         self._is_around = False
         self._data_alone: set[int] = set()
         self.iterators: list[Any] = []
-
-    def add_models(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        """Keeps what can be reached from modules.
-
-        Args:
-            modules: The modules, each with its name.
-        """
-        self.add(modules, _MOST_OF_MODELS)
 
     def add_around(self, roots: Iterable[tuple[str, Any]]) -> None:
         """Keeps what can be reached from variables that code reads.

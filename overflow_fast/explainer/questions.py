@@ -157,10 +157,10 @@ def masked_ops(table: OpTable) -> list[Explanation]:
     """
     found: dict[tuple[object, ...], Explanation] = {}
     for op in table.ops:
-        key = op.name, op.module, op.sites[:1]
-        is_new = op.makes_bad and not op.is_empty and key not in found
+        is_new = op.makes_bad and not op.is_empty and op.place not in found
         if is_new and len(found) < _MOST_MASKED:
-            found[key] = explain_root_op(RootOp(op, [op]), table.ops, op.in_backward)
+            root_op = RootOp(op, [op])
+            found[op.place] = explain_root_op(root_op, table.ops, op.in_backward)
     return list(found.values())
 
 

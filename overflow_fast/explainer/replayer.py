@@ -433,10 +433,7 @@ class Replayer:
         begin = time.perf_counter()
         try:
             with self._begun(step, observers) as calls:
-                if step.is_whole:
-                    result = self._run_all(calls, observers)
-                else:
-                    result = self._run_in_order(calls, observers, step)
+                result = self._run_in_order(calls, observers, step)
         except NotJoined:
             raise
         except Exception as error:
@@ -475,20 +472,10 @@ class Replayer:
             yield calls
             self._last = None
 
-    def _run_all(
-        self, calls: Sequence[Call], observers: Sequence[Observer]
-    ) -> ReplayResult:
-        """Runs all calls, each with its backward, whatever they have come to."""
-        result = ReplayResult()
-        for call in calls:
-            if self._run_call(result, call, observers, stops=False) == FAILED:
-                break
-        return result
-
     def _run_in_order(
         self, calls: Sequence[Call], observers: Sequence[Observer], step: StepPart
     ) -> ReplayResult:
-        """Runs calls up to the first bad one; if one is traced, up to the last.
+        """Runs calls up to the first bad one; of a whole step, or a traced one, all.
 
         One whose backward is given a bad gradient is passed over as long as there are
         others, one of which may have made that.
@@ -496,11 +483,11 @@ class Replayer:
         result, given, is_traced = ReplayResult(), None, step.traced >= 0
         for place, call in enumerate(calls):
             is_last = place + 1 == len(calls)
-            traced = step if is_traced and is_last else None
-            state = self._run_call(result, call, observers, traced, step.has_backward)
+            is_listed = is_traced and is_last
+            state = self._run_call(result, call, observers, step, is_listed)
             if state == FAILED:
                 return result
-            if state == CLEAN:
+            if state == CLEAN or step.is_whole:
                 continue
             if is_traced and not is_last:
                 result = ReplayResult()
@@ -520,9 +507,8 @@ class Replayer:
         result: ReplayResult,
         call: Call,
         observers: Sequence[Observer],
-        traced: StepPart | None = None,
-        has_backward: bool = True,
-        stops: bool = True,
+        step: StepPart,
+        is_traced: bool,
     ) -> int:
         """Runs a call; returns the worst of what it has come to on any rank."""
         self.num_forwards += 1
@@ -534,15 +520,16 @@ class Replayer:
         call = call.without_graph()  # which the step's own backward has freed
         outer = sys.exc_info()[1]
         try:
-            with self._traced(result, call, traced) if traced else nullcontext():
+            with self._traced(result, call, step) if is_traced else nullcontext():
                 with call.ambient.applied(self.models.values()), self._watched():
                     output = call.function(call.batch)
                 for observer in observers:
                     observer.on_output(call, output)
                 roots = self._look_at_output(result, call, output)
                 # Where there are others, they may wait for this rank's part in theirs.
-                is_wanted = not (result.is_forward and stops and self.ranks.is_alone)
-                if roots and has_backward and is_wanted and self._has_backward:
+                ends = not step.is_whole and self.ranks.is_alone
+                is_wanted = step.has_backward and not (result.is_forward and ends)
+                if roots and is_wanted and self._has_backward:
                     result.has_backward = True
                     with self._watched():
                         torch.autograd.backward(

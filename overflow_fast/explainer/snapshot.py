@@ -37,7 +37,7 @@ from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
 from ..torch_internals.replaying import without_cached_casts, without_torch_function
 from ..torch_internals.tensor_internals import gradient_hooks, local_tensor
 from .effects.held_signals import as_raised, held_signals
-from .program_objects import ProgramObjects
+from .program_objects import MOST_OF_MODELS, ProgramObjects
 
 # Bytes of weights that are copied without a known reason. If a run writes to another
 # one, that is noticed, and reported.
@@ -129,11 +129,12 @@ class Snapshot:
         reshard(models)
         self._random = RandomStates(devices_of(models))
         self._objects = objects = ProgramObjects(models)
-        objects.add_models(  # a wrapper has the name of what it wraps
+        named = [  # a wrapper has the name of what it wraps
             (f"{prefix}{name}", module)
             for prefix, model in self._models.items()
             for name, module in named_modules(model)
-        )
+        ]
+        objects.add(named, MOST_OF_MODELS)
         self._keep_tensors(list(objects.tensors.values()))
         self._num_own, num_tensors = len(objects.kept), len(objects.tensors)
         objects.add_around(self._around.items())

@@ -579,7 +579,7 @@ class OverflowGuard:
 
         Raises:
             TypeError, ValueError: If an argument cannot be used.
-            RuntimeError: If backward changes parameters.
+            RuntimeError: If something could not be put back.
         """
         check_int("max_layers", max_layers, 1)
         if loss is not None and not callable(loss):
