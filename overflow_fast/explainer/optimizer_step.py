@@ -1,4 +1,12 @@
-"""Makes an optimizer's step again, on copies, where it has made weights non-finite."""
+"""Makes an optimizer's step again, on copies, where it has made weights non-finite.
+
+1. `explain_update()` is of a weight that was finite a step before: the gradients of
+   that step are gone, and 0 is in their place. `explain_seen_update()` is of a step
+   that has just been made.
+2. Both make an `_Again`, of which a `_Twin` is the optimizer for a copy of the weight.
+3. If the step of the twin is non-finite as well, its operations say why, the step in
+   float64 whether the dtype is it, and steps with other settings are remedies.
+"""
 
 from __future__ import annotations
 

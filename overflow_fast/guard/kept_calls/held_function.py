@@ -1,4 +1,10 @@
-"""A function that is kept with the variables that it takes from around it."""
+"""A function that is kept with the variables that it takes from around it.
+
+1. `HeldFunction` holds what the variables of the function, and of those of its module
+   that it calls, hold now. Those with tensors are its batch: `values`.
+2. It is called with values in place of the batch's: a copy of the function has these,
+   and what else was held. The user's own functions and variables are never written to.
+"""
 
 from __future__ import annotations
 

@@ -80,18 +80,6 @@ class Elsewhere:
         return f"{stay}, within 0.1 %"
 
 
-def off_text(error: float, wide: str) -> str:
-    """Describes how far an output is off that of a run in a wider dtype.
-
-    Args:
-        error: The relative difference; inf for another shape.
-        wide: The dtype.
-    """
-    if math.isinf(error):
-        return f"of another shape than in {wide}"
-    return f"{rounded(100 * error, 2)} % from {wide}"
-
-
 @dataclass(frozen=True)
 class Remedy:
     """A change that was tried on the very step that is explained.
@@ -274,8 +262,10 @@ class Remedy:
         if self.breaks:
             clauses.append(f"but {self.breaks}")
         if self.error is not None and self.true_loss is None:
-            but = "but " * bool(self.misses)
-            clauses[0] += f", {but}{off_text(self.error, self.compared_with)}"
+            off = f"{rounded(100 * self.error, 2)} % from {self.compared_with}"
+            if math.isinf(self.error):
+                off = f"of another shape than in {self.compared_with}"
+            clauses[0] += f", {'but ' * bool(self.misses)}{off}"
         if self.elsewhere is not None and self.elsewhere.moved is not None:
             clauses.append(str(self.elsewhere))
         elif self.moves_results is not None and self.moves_results > SAME:
