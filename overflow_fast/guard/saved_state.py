@@ -112,7 +112,7 @@ class SavedState:
         ]
         if all(e.signs == "-" and not e.num_nan for e in self.bad):
             notes[1] = "If this is intended, as in a mask, allow={'*:buffer*': '-inf'}."
-        verdict = Verdict(first=first, origin=origin)
+        verdict = Verdict(first=first, origin=origin, num_bad_frames=len(self.bad))
         return Report(0, "raise", verdict, notes=notes, is_of_state=True)
 
 

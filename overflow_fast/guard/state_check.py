@@ -136,6 +136,7 @@ def state_report(
     verdict = Verdict(
         first=entry_of(kind_of(first.role), first.name, first.scanned, kinds),
         origin=never_finite(first.role, first.name),
+        num_bad_frames=len({each.number for each, _ in bad}),
     )
     return Report(step, "raise", verdict, notes=notes, is_of_state=True)
 

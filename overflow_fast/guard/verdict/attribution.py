@@ -58,6 +58,7 @@ def attribute(
         masks=_tolerated(first, are_masks=True),
         allowed=_tolerated(first, are_masks=False),
         headroom=headroom_before(first, entry),
+        num_bad_frames=len(frames),
         dirty_gradients=dirty,
         clean_gradients=clean,
         is_recomputed=first.frame.is_recomputed,

@@ -123,6 +123,7 @@ class Verdict:
             is no alarm, since additive masks are made of it.
         allowed: Those that hold what a rule allows; see `allow` of `OverflowGuard`.
         headroom: The same entry's largest magnitude when it was last finite.
+        num_bad_frames: How many calls, gradients and lists of tensors are bad.
         dirty_gradients: The parameters whose gradients are bad, in the model's order.
         clean_gradients: The nearest parameters around those whose gradients are clean.
         is_recomputed: True if it was finite in the forward, and bad when backward
@@ -139,6 +140,7 @@ class Verdict:
     masks: list[str] = field(default_factory=list)
     allowed: list[str] = field(default_factory=list)
     headroom: EntryHeadroom | None = None
+    num_bad_frames: int = 0
     dirty_gradients: list[str] = field(default_factory=list)
     clean_gradients: list[str] = field(default_factory=list)
     is_recomputed: bool = False
