@@ -70,10 +70,10 @@ def as_wide(tensor: torch.Tensor) -> torch.Tensor | None:
     return widened(tensor)
 
 
-def summary_of(tensor: torch.Tensor) -> TensorSummary:
+def summary_of(tensor: torch.Tensor, name: str = "") -> TensorSummary:
     """Counts the non-finite values of a tensor. Incurs a CPU-GPU sync."""
     dtype, numel = dtype_name(tensor.dtype), tensor.numel()
-    summary = TensorSummary(tuple(tensor.shape), dtype=dtype, numel=numel)
+    summary = TensorSummary(tuple(tensor.shape), name=name, dtype=dtype, numel=numel)
     values = as_wide(tensor)
     if values is None or not is_float(tensor):
         return summary
