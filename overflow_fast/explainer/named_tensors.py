@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -33,6 +34,11 @@ def names_of(models: Mapping[str, nn.Module]) -> list[tuple[str, str, torch.Tens
         found += [("parameter", f"{prefix}{name}", each) for name, each in parameters]
         found += [("buffer", f"{prefix}{name}", each) for name, each in buffers]
     return found
+
+
+def pattern_of(name: str) -> str:
+    """The regular expression of a weight's name, and its name in other layers."""
+    return re.sub(r"\d+", r"\\d+", re.escape(name))
 
 
 def partitions_of(

@@ -224,6 +224,23 @@ def test_what_a_layer_holds_is_repaired(name):
     assert [name for name in changed if name in remedy.text] == changed
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [nn.utils, nn.utils.parametrizations])
+def test_a_weight_of_zeros_that_its_norm_divides_is_initialized(kind):
+    layer = nn.Linear(3, 2)
+    nn.init.zeros_(layer.weight)
+    model, x = (
+        nn.Sequential(nn.Linear(3, 3), kind.spectral_norm(layer)),
+        torch.ones(4, 3),
+    )
+    found = explain(model, x, lambda x: model(x).sum())
+    remedy = found.remedies[0]
+    assert "0 / 0 in `weight / sigma` (torch/nn/utils/" in str(found)
+    assert remedy.is_right and "small random numbers when it is made" in remedy.text
+    exec(remedy.code, {"model": model})
+    assert model(x).isfinite().all()
+
+
 OWN_SOFTMAX = """import torch
 def loss_of(x, w):
     e = torch.exp(x * w)

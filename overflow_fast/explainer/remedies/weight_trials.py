@@ -7,8 +7,9 @@ import re
 import torch
 
 from ...base.modules import module_of_parameter
+from ...base.torch_ops import base_of, has
 from ...guard.report.remedy import Remedy
-from ..named_tensors import names_of
+from ..named_tensors import names_of, pattern_of
 from .failure import Failure
 from .patches import OtherWeights, ScaledWeights
 from .trials import Attempts, Trial, Trials
@@ -43,42 +44,56 @@ def repair_trials(failure: Failure, trials: Trials) -> Attempts:
     module, op = failure.found.module, failure.found.op
     if op is None or len(trials.replayer.models) > 1:
         return
-    for _, name, tensor in names_of(trials.replayer.models):
+    zeros = dict[str, torch.Tensor]()
+    for kind, name, tensor in names_of(trials.replayer.models):
         owner, _, own = name.rpartition(".")
+        value = tensor.detach()
         if "batch_norm" in op.name and owner == module and own == "running_var":
-            is_bad = tensor < 0
             text = f"set the negative values of {name} to 1, as in a new layer"
-            remedy = Remedy(text, _NEGATIVE.format(name))
+            remedy, is_bad = Remedy(text, _NEGATIVE.format(name)), value < 0
             if bool(is_bad.any()):
-                value = tensor.detach().masked_fill(is_bad, 1)
-                yield Trial(remedy, OtherWeights({name: value}))
+                yield Trial(remedy, OtherWeights({name: value.masked_fill(is_bad, 1)}))
         # A parametrization is a module below what owns the weights.
         is_near = owner == module or module.startswith(f"{owner}.")
-        if "weight_norm" in op.name and is_near and own in _DIRECTIONS:
-            is_bad = tensor.detach().flatten(1).norm(dim=1) == 0
+        if not is_near or not value.dim():
+            continue
+        is_zero = value.flatten(1).norm(dim=1) == 0 if value.dim() > 1 else value == 0
+        if "weight_norm" in op.name and own in _DIRECTIONS and bool(is_zero.any()):
             text = f"fill rows of {name} that are 0 with small random numbers"
             remedy = Remedy(text, _ZERO_ROWS.format(name))
-            if bool(is_bad.any()):
-                value = tensor.detach().clone()
-                generator = torch.Generator().manual_seed(0)  # not the program's
-                rows = torch.randn(value[is_bad].shape, generator=generator)
-                value[is_bad] = 0.02 * rows.to(value)
-                yield Trial(remedy, OtherWeights({name: value}))
+            yield Trial(remedy, OtherWeights({name: _filled(value, is_zero)}))
+        if bool(is_zero.all()) and (kind == "buffer" or name.endswith(_SCALED)):
+            zeros[name] = _filled(value, is_zero)
+    scaled = [name for name in zeros if name.endswith(_SCALED)]
+    if scaled and has(base_of(op.name), "divides"):
+        remedy = Remedy(_ZERO.format(*scaled), _RANDOM.format([*zeros]))
+        yield Trial(remedy, OtherWeights(zeros))
+
+
+def _filled(value: torch.Tensor, is_zero: torch.Tensor) -> torch.Tensor:
+    """A tensor with small random numbers in some rows."""
+    value = value.clone()
+    generator = torch.Generator().manual_seed(0)  # not the program's
+    rows = torch.randn(value[is_zero].shape, generator=generator)
+    value[is_zero] = 0.02 * rows.to(value)
+    return value
 
 
 _NEGATIVE = 'v = model.get_buffer("{}"); v[v < 0] = 1'
-_DIRECTIONS = ("weight_v", "original1")  # of both kinds of weight_norm
+# Of both kinds of weight_norm, and of both of spectral_norm.
+_DIRECTIONS, _SCALED = ("weight_v", "original1"), ("_orig", ".original")
 _ZERO_ROWS = (
     'v = model.get_parameter("{}").data\n'
     "is_zero = v.flatten(1).norm(dim=1) == 0\n"
     "v[is_zero] = 0.02 * torch.randn_like(v[is_zero])"
 )
+_ZERO = "initialize {} with small random numbers when it is made, not with 0"
+_RANDOM = "for name in {}: model.state_dict()[name].normal_(std=0.02)"
 
 
 def _scaling_code(names: list[str], factor: float, trials: Trials) -> str:
     """The code that multiplies weights: by a pattern, where there are many."""
-    patterns = {re.sub(r"\d+", r"\\d+", re.escape(name)) for name in names}
-    pattern = "|".join(sorted(patterns))
+    pattern = "|".join(sorted({pattern_of(name) for name in names}))
     all_names = [name for _, name, _ in names_of(trials.replayer.models)]
     alike = [name for name in all_names if re.fullmatch(pattern, name)]
     if len(names) > _FEW_NAMES and sorted(alike) == sorted(names):
