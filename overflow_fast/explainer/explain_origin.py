@@ -33,7 +33,7 @@ from ..guard.report.op_words import in_float64_text, made_text, tells_float64
 from .call_growth import CallGrowth, growth_of, leap_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
-from .named_tensors import names_of
+from .named_tensors import names_of, pattern_of
 from .op_call import (
     CONSTANT,
     EMPTY,
@@ -432,7 +432,24 @@ def first_bad_weight(
     names = some([each[1] for each in others], _FEW)
     as_did = f", as did {names}" if others else ""
     what = _counts(tensor, names_rows=True)
-    return _explain_weight(kind, name, what, is_alone, as_did)
+    if not others:
+        return _explain_weight(kind, name, what, is_alone)
+    names = some([each[1] for each in others], _FEW)
+    explained = _explain_weight(kind, name, what, is_alone, f", as did {names}")
+    explained.advice = _advice_on([each[1] for each in found])
+    return explained
+
+
+def _advice_on(names: Sequence[str]) -> str:
+    """What to do about weights that were bad from the start; of biases a line, too."""
+    patterns = {pattern_of(name) for name in names}
+    which = f"the {len(names)} weights that match `{min(patterns)}`"
+    which = which if len(patterns) == 1 else some(names, _FEW)
+    of_biases = all(name.endswith("bias") for name in names)
+    return f"initialize {which}{_TO_0 * of_biases}, or load them again"
+
+
+_TO_0 = " (`for p in model.parameters(): p.data.nan_to_num_(0, 0, 0)`)"
 
 
 def _counts(tensor: torch.Tensor | None, names_rows: bool) -> str:

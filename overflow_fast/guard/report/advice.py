@@ -17,6 +17,7 @@ def advice_for(
     is_cured: bool = False,
     is_beyond_repair: bool = False,
     is_noted: bool = False,
+    of_weights: str = "",
 ) -> str:
     """Writes what to try, by the bad entry and its origin.
 
@@ -26,6 +27,7 @@ def advice_for(
         is_cured: A replay has tried what helps.
         is_beyond_repair: The value stays, whatever becomes of the step.
         is_noted: A note says how to find what made a bad input.
+        of_weights: What to do where several weights were bad from the start; or "".
 
     Returns:
         The sentence without its full stop; "" where no help is known.
@@ -40,7 +42,7 @@ def advice_for(
     if first.kind == "optimizer_state":
         return "load a checkpoint in which the optimizer's state is finite" * (step > 0)
     if origin.source in ("weight", "buffer") and first.kind != "state":
-        return _advise_on_tensor(first, origin, step)
+        return _advise_on_tensor(first, origin, step, of_weights)
     if first.kind == "output" and _may_be_mask(first):
         return f"if this is intended, as in a mask, allow={ {first.path.rule: '-inf'} }"
     if is_cured:
@@ -67,7 +69,9 @@ def _may_be_mask(entry: BadEntry) -> bool:
     return entry.signs == "-" and entry.num_inf == entry.numel
 
 
-def _advise_on_tensor(first: BadEntry, origin: Origin, step: int) -> str:
+def _advise_on_tensor(
+    first: BadEntry, origin: Origin, step: int, of_weights: str
+) -> str:
     name = f"`{first.fqn}`" if first.kind == origin.source else origin.maker
     settings = nonfinite_settings(origin.remarks)
     if settings:
@@ -75,7 +79,7 @@ def _advise_on_tensor(first: BadEntry, origin: Origin, step: int) -> str:
     if step == 0 and origin.source == "buffer":
         return ""  # the forward may write it, initialized or not
     if step == 0:
-        return f"initialize {name} or load it again"
+        return of_weights or f"initialize {name} or load it again"
     if origin.source == "buffer":  # the guard may put it back
         still = f"if {name} is still non-finite after this step"
         return f"{still}, load a checkpoint in which it is finite"

@@ -176,11 +176,12 @@ class ReportText:
             return []
         report = self.report
         is_noted = self._is_noted(IN_LOOP) or self._is_noted(BETWEEN_FORWARDS)
+        found = self.explanation
         how = report.step, self._is_cured, report.is_beyond_repair, is_noted
-        advice = advice_for(self.verdict, *how)
-        if not (advice or self._is_cured or self.explanation is None):
-            found = self.explanation
-            advice = found.advice or Cause.of(found.cause).advice
+        given = "" if found is None else found.advice
+        advice = advice_for(self.verdict, *how, given)
+        if not (advice or self._is_cured or found is None):
+            advice = given or Cause.of(found.cause).advice
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
@@ -279,7 +280,10 @@ class ReportText:
         why = words.why_unknown()
         if why:
             return f"{event}; unknown why: {why}."
-        return f"{event}. {gist}." if (gist := words.gist()) else f"{event}."
+        gist, name = words.gist(), self.explanation.tensor
+        if self.verdict.first is not None and self.verdict.first.fqn == name:
+            gist = gist.replace(f"the parameter {name} held", "it held", 1)
+        return f"{event}. {gist}." if gist else f"{event}."
 
     def event(self) -> str:
         """The step and what is bad in it, without the cause."""

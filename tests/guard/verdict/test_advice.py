@@ -34,6 +34,19 @@ def test_weights_that_were_bad_from_the_start_are_not_for_a_checkpoint(as_kept):
     as_kept(text)
 
 
+@pytest.mark.parametrize("kind", ["bias", "weight"])
+def test_all_weights_that_were_bad_from_the_start_are_to_be_initialized(kind, as_kept):
+    """Of biases there is a line to paste: what a matrix is to be is not known."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for layer in model:
+        layer.get_parameter(kind).data.fill_(NAN)
+    with OverflowGuard(model, optimizer, "warn", explain=True) as guard:
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    as_kept(guard.last_report.headline(), *advice_of(guard.last_report))
+
+
 def test_a_buffer_is_no_name_of_a_module(model, optimizer):
     model.eval()
     model.norm.running_mean[0] = INF
