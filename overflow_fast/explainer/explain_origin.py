@@ -58,7 +58,7 @@ from .tensor_kinds import (
     summary_of,
 )
 from .trace_back import RootOp
-from .users_lines import op_at, place_text, programs_line
+from .users_lines import op_at, place_text, programs_line, torchs_place
 
 _FEW = 4  # names in a sentence; chosen
 _CAUSES = {
@@ -282,6 +282,8 @@ def _op_of(named: OpCall, ran: OpCall) -> Op:
     details = ran.details
     op = op_at(named.name, named.sites, None if details is None else details.op)
     op.derivative = ran.name if named is not ran else ""
+    call = named.torch_call
+    op.within = "" if call is None else torchs_place(call.sites[0])
     return op
 
 
@@ -429,8 +431,6 @@ def first_bad_weight(
     if not found:
         return None
     (kind, name, tensor), *others = found
-    names = some([each[1] for each in others], _FEW)
-    as_did = f", as did {names}" if others else ""
     what = _counts(tensor, names_rows=True)
     if not others:
         return _explain_weight(kind, name, what, is_alone)

@@ -255,6 +255,15 @@ def op_at(name: str, sites: Sites, ran: Op | None = None) -> Op:
     )
 
 
+def torchs_place(site: Site) -> str:
+    """Where a function of torch's own called an operation; "" for any other code."""
+    if is_of_user(site.file):
+        return ""
+    text = expression_of(op_at("", (site,)))
+    name = text if 0 < len(text) <= _LONGEST_NAME else site.code.co_name
+    return f"`{name}` ({site.text})"
+
+
 _LONGEST_NAME = 30  # characters of an operand that a sentence has; chosen
 
 

@@ -138,8 +138,9 @@ def _numbers_text(op: Op) -> str:
         return call_text(op)
     numbers = applied_text(op.derivative or op.name, op.operands)
     if op.derivative:
-        return f"{numbers} in the derivative of {spoken_name(op.name)}{_at(op)}"
-    return f"{numbers}{_at(op)}"
+        numbers += f" in the derivative of {spoken_name(op.name)}"
+    within = f" in {op.within}" if op.within else ""
+    return f"{numbers}{within}{_at(op)}"
 
 
 def applied_text(name: str, numbers: Sequence[float]) -> str:

@@ -47,6 +47,8 @@ class Op:
         derivative: In backward, the operation that ran, or "".
         called_from: Where `file` is of an installed package, the deepest line of the
             program that led there, such as "train.py:7: loss = model(x)"; else "".
+        within: Where a function of torch's in Python called it, such as
+            "`weight / sigma` (torch/nn/utils/spectral_norm.py:113)"; or "".
         columns: Where in `code` the expression that called it begins and ends; None if
             that is not known, as on Python 3.10.
         operands: The numbers that an elementwise operation was given at `first_index`.
@@ -67,6 +69,7 @@ class Op:
     limit: float | None = None
     derivative: str = ""
     called_from: str = ""
+    within: str = ""
     columns: tuple[int, int] | None = None
     operands: list[float] = field(default_factory=list)
     outside: str = ""
