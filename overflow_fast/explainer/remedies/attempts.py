@@ -116,6 +116,7 @@ def find_remedies(
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
     _measure_elsewhere(failure, trials)
+        _try_alone(trials)
     found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
@@ -165,7 +166,7 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
     return (
         *(remedy.worth, _is_of_torch(remedy), remedy.is_of_data),
         remedy.is_flat or bool(remedy.leaves),
-        *(remedy.off, remedy.change, not remedy.code),
+        *(remedy.off, remedy.change, not remedy.code, len(remedy.parts)),
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,
     )
@@ -298,6 +299,17 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
 
 
 # What is tried, in order.
+
+
+def _try_alone(trials: Trials) -> None:
+    """Tries what has helped besides other changes without them.
+
+    A change of what made a bad number may do without one of what was given it.
+    """
+    helped = [each.trial for each in trials.tried if each.remedy.is_recommended]
+    trials.go_on(AppliedPatches())
+    if helped and trials.allow(1) and trials.may_run():
+        trials.attempt(helped[0])
 
 
 def _tries(kind: str) -> Callable[[Failure], bool]:

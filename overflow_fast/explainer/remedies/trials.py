@@ -78,10 +78,12 @@ class Tried:
     Attributes:
         patches: The patches that were in place.
         remedy: What came of it.
+        trial: The change, without those that it was made besides.
     """
 
     patches: Sequence[Patch]
     remedy: Remedy
+    trial: Trial
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,7 @@ class Trials:
         """Notes a trial that the budget has no replay for."""
         applied = self.applied.with_trial(trial)
         remedy = replace(applied.remedy, tried=False, why=SPENT)
-        self.tried.append(Tried(applied.patches, remedy))
+        self.tried.append(Tried(applied.patches, remedy, trial))
 
     def go_on(self, applied: AppliedPatches) -> None:
         """Puts other patches in place, on which further ones are tried."""
@@ -362,7 +364,7 @@ class Trials:
         if is_finite and nearness is not None and not is_known:
             near = nearness.judged(outputs, patches, self._others)
             remedy = replace(remedy, **near)
-        self.tried.append(Tried(patches, remedy))
+        self.tried.append(Tried(patches, remedy, trial))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended and not remedy.leaves
 
