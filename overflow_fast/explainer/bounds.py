@@ -8,7 +8,7 @@ there a bound that is too low costs a replay, and one that is too high leaves it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,26 @@ BUFFER = Bound(1e3, 1.0)
 # steps.
 LOSS = Bound(1e5, 1.0)
 GRADIENT = Bound(1e5)
+
+
+# Of losses before, by which one that is far beyond them is told: fewer have no range.
+_FEW, _WIDER = 4, 0.1
+
+
+def unusual_range(now: float, before: Sequence[float]) -> tuple[float, float] | None:
+    """The range of the last losses, where one is far beyond it; else None.
+
+    Farther than they are from one another, and than a tenth: too low tells of noise.
+
+    Args:
+        now: The loss' magnitude.
+        before: Those before.
+    """
+    if len(before) < _FEW:
+        return None
+    low, high = min(before), max(before)
+    most = max(high - low, _WIDER * high)
+    return None if low - most <= now <= high + most else (low, high)
 
 
 # Two ways to round seldom differ by more: small networks in float16 are 0.05 % off from

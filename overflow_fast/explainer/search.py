@@ -428,8 +428,8 @@ class Search:
         failure.within = step.module if self.is_seen_in_call else None
         failure.losses = losses_of(traced)
         losses = step.past.finite_losses
-        before = losses if loss_of(self.first) is None else losses[:-1]
-        failure.usual_loss = statistics.median_low(before) if before else None
+        is_finite = loss_of(self.first) is not None
+        failure.usual_losses = losses[:-1] if is_finite else losses
         slopes = step.past.gradients or [step.past.last_gradient]
         failure.usual_gradient = statistics.median_low(slopes)
         find_remedies(failure, self.replayer, step.budget, self.first.seconds)

@@ -161,10 +161,12 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
 
     That is the distance from the true loss and gradients, then the change of results
     that are finite without it, in this step or in another batch. Of equal ones float64
-    is the last: few devices are fast at it, and it often takes several lines.
+    is the last: few devices are fast at it, and it often takes several lines. A loss
+    that is far beyond the last ones comes after all that are not.
     """
     return (
-        *(remedy.worth, _is_of_torch(remedy), remedy.is_of_data),
+        *(remedy.worth, remedy.usual is not None),
+        *(_is_of_torch(remedy), remedy.is_of_data),
         remedy.is_flat or bool(remedy.leaves),
         *(remedy.off, remedy.change, not remedy.code, len(remedy.parts)),
         remedy.stops_gradient and remedy.true_loss is None,

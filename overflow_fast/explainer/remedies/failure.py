@@ -8,6 +8,7 @@ what it knows of the step. Where a remedy uncovers another failure in the same s
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,7 @@ class Failure:
         nearby: The largest finite magnitude in the few operations which made its
             argument.
         losses: The losses of the step up to the call, where all are finite.
-        usual_loss: The median loss of the steps before, or None.
+        usual_losses: The magnitudes of the losses of the last steps before.
         usual_gradient: The median of the largest magnitudes in the gradients of the
             steps before; 0 if none is known.
         stays_within: The step ends finite: what follows leaves the bad values out.
@@ -92,7 +93,7 @@ class Failure:
     calls: Sequence[TorchCall] = ()
     in_float64: InFloat64 | None = None
     nearby: float = 0.0
-    usual_loss: float | None = None
+    usual_losses: Sequence[float] = ()
     usual_gradient: float = 0.0
     stays_within: bool = False
     within: str | None = None
@@ -103,6 +104,12 @@ class Failure:
         """The torch call that failed, if it is known; in backward, the forward's."""
         own = None if self.op is None else self.op.torch_call
         return [] if own is None else [own]
+
+    @property
+    def usual_loss(self) -> float | None:
+        """The median loss of the steps before, or None."""
+        losses = self.usual_losses
+        return statistics.median_low(losses) if losses else None
 
     @property
     def is_meant(self) -> bool:

@@ -15,7 +15,7 @@ from ...guard.explaining import USE_RUN
 from ...guard.process import own_rank, world_size
 from ...guard.report.notes import COMPUTED_OUTSIDE, NOT_IN_FLOAT64, SPENT
 from ...guard.report.remedy import SAME, Remedy
-from ..bounds import BUFFER, GRADIENT, LOSS
+from ..bounds import BUFFER, GRADIENT, LOSS, unusual_range
 from ..budget import Budget
 from ..calls import Call, name_outside
 from ..named_tensors import state_by_name
@@ -394,6 +394,8 @@ class Trials:
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
+        elif loss is not None and self.truth is None and "plain_loss" not in facts:
+            facts["usual"] = unusual_range(abs(loss), self._failure.usual_losses)
         if not broken and not is_right:
             broken = _grown(result.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)

@@ -101,6 +101,8 @@ class Remedy:
             are in several files, or far from one another, or not all in a file.
         why: Why it was not tried; "" if it was.
         plain_loss: The loss of the step without it, where gradients alone were bad.
+        usual: The range of the magnitudes of the losses before, where the loss is far
+            beyond it and no true one is known; else None.
         true_loss: The loss in float64, or where the failing call has no value there,
             of an exact form in float64; None where it is not known.
         error: How far the loss is from that, relative to it; where the loss is right,
@@ -144,6 +146,7 @@ class Remedy:
     parts: tuple[Remedy, ...] = ()
     why: str = ""
     plain_loss: float | None = None
+    usual: tuple[float, float] | None = None
     true_loss: float | None = None
     error: float | None = None
     compared_with: str = "float32"
@@ -256,6 +259,8 @@ class Remedy:
             return "not tried"
         loss = "" if self.loss is None else f", loss {self.loss:.4g}"
         loss += f" instead of {self.plain_loss:.4g}" if self._step.change else ""
+        if self.usual is not None:
+            loss += " ({:.3g} to {:.3g} in magnitude before)".format(*self.usual)
         on_rank = "" if self.rank is None else f" on rank {self.rank}"
         finite = f"finite{loss}{on_rank}{self._error_text()}"
         clauses = [finite if self.is_finite else "not finite"]
