@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...base.text import installed_name, is_of_user
@@ -248,22 +249,25 @@ def _with_twins(
 
 
 def _are_alike(one: TorchCall, other: TorchCall) -> bool:
-    """True if the last tensors that calls were given were made alike, or of the same.
+    """True if the last numbers that calls were given are of the same, as p and 1 - p.
 
-    Such as two norms, or p and 1 - p. What the code keeps from 0 is none of the kind.
+    A quotient has shown that its divisor is not 0. What the code keeps from 0 is none
+    of the kind.
     """
     if not (one.inputs and other.inputs):
         return False
     values = one.inputs[-1], other.inputs[-1]
     if is_bounded(values[0]) > is_bounded(values[1]):
         return False
-    made = [value.call for value in values if value.call is not None]
-    if len(made) == 2 and made[0].name == made[1].name:
-        return True
-    sources = [
-        {value, *([] if value.call is None else value.call.inputs)} for value in values
-    ]
-    return not sources[0].isdisjoint(sources[1])
+    return not _sources(values[0]).isdisjoint(_sources(values[1]))
+
+
+def _sources(value: Value) -> set[Value]:
+    """A value, and the numbers that it was made of: a mask that selects is none."""
+    made = value.call
+    is_quotient = made is None or has(made.name, "divides")
+    given = [] if made is None or is_quotient else made.inputs
+    return {value, *(each for each in given if each.dtype is not torch.bool)}
 
 
 def earlier_trials(failure: Failure, trials: Trials) -> Attempts:
