@@ -28,6 +28,7 @@ from overflow_fast.explainer.remedies.rules import (
     READERS,
     ROUNDED,
     RULES,
+    SELECTED,
     SELECTS,
     UPDATES,
     is_at_least_0,
@@ -412,6 +413,8 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
     tried.update(SELECTS)  # see `test_selected.py`
     tried.update(UPDATES)  # of an optimizer's step
     tried.update(READERS)  # see `test_remedies.py`
+    of_data = [e for e in GUARDS if e.pattern.startswith("log") and "N" in e.new]
+    tried.update([*SELECTED, *of_data])  # see `test_zeros_of_data.py`
     missing = [f"{each.pattern}: {each.text}" for each in RULES if each not in tried]
     assert missing == []
 
@@ -723,8 +726,8 @@ def test_what_is_written_to_is_made_by_the_call_that_wrote():
 def test_a_number_for_a_divisor_of_0_is_small_beside_the_other_divisors():
     (rule,) = (e for e in GUARDS if e.pattern == "y / x" and "N, x" in e.new)
     _, (call,) = recorded(lambda x: x / x, ONE)
-    assert numbers_of(rule, call, 3.39) == (1e-3,)
-    assert numbers_of(rule, call, 0.2) == pytest.approx((1e-4,))
+    assert numbers_of(rule, call, 3.39e-3) == (1e-3,)
+    assert numbers_of(rule, call, 0.2e-3) == pytest.approx((1e-4,))
     assert numbers_of(rule, call) == ()  # no other divisor is known
 
 

@@ -41,6 +41,7 @@ from .rule_attempts import (
     guard_trials,
     link_trials,
     lost_trials,
+    masked_trials,
     select_trials,
 )
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
@@ -115,8 +116,8 @@ def find_remedies(
     if not trials.found_remedy:
         trials.renew()
         _go_on(failure, trials, _MOST_TOGETHER - 1)
-    _measure_elsewhere(failure, trials)
         _try_alone(trials)
+    _measure_elsewhere(failure, trials)
     found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
@@ -300,9 +301,6 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
             _go_on(after, trials, most - 1)
 
 
-# What is tried, in order.
-
-
 def _try_alone(trials: Trials) -> None:
     """Tries what has helped besides other changes without them.
 
@@ -312,6 +310,9 @@ def _try_alone(trials: Trials) -> None:
     trials.go_on(AppliedPatches())
     if helped and trials.allow(1) and trials.may_run():
         trials.attempt(helped[0])
+
+
+# What is tried, in order.
 
 
 def _tries(kind: str) -> Callable[[Failure], bool]:
@@ -357,6 +358,7 @@ _ATTEMPTS: tuple[
     (_is_lost, earlier_trials),
     (_is_lost, link_trials),
     (_is_lost, given_trials),
+    (_is_lost, masked_trials),
     (_has_calls, guard_trials),
     (_is_lost, lost_trials),
     (_has_calls, half_trials),

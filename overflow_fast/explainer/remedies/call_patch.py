@@ -261,6 +261,8 @@ def _moved(plain: Any, changed: Any) -> float | None:
     are_tensors = isinstance(plain, torch.Tensor) and isinstance(changed, torch.Tensor)
     if not are_tensors or plain.shape != changed.shape or plain.is_complex():
         return None
+    if plain.dtype is torch.bool:  # a mask has no size
+        return None
     plain, changed = plain.double(), changed.double()
     are_finite = plain.isfinite() & changed.isfinite()
     plain, changed = plain[are_finite], changed[are_finite]

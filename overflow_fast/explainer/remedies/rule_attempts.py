@@ -15,7 +15,6 @@ from torch import nn
 from ...base.text import installed_name, is_of_user
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
-from ...guard.report.op import Op
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value
@@ -33,6 +32,7 @@ from .rules import (
     MASKS,
     ROUNDED,
     RULES,
+    SELECTED,
     SELECTS,
     UPDATES,
     Rule,
@@ -47,6 +47,8 @@ from .written import rule_edits, short_text
 _MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
 _MOST_FAR = 2  # numbers that are tried where the true loss is known
+# Of the largest divisor of a call: what others seldom are below; chosen, not measured.
+_SMALL_SHARE = 1e-3
 _NEAR = 3  # lines: a formula that is written over several; chosen, not measured
 INSTALLED = ", installed)"  # ends the words of a remedy of torch's own line
 _STAY = "stay with logarithms"
@@ -126,7 +128,7 @@ def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
     if _is_layer(call):
         return []
     if has(call.name, "moves"):
-        before = _raw_way(_moved_from(call, value), of_weights)
+        before = _raw_way(next(_moved_from(value)), of_weights)
         return None if before is None else [*before, value]
     if call.plain_name in ("mul", "div"):
         found = [_raw_way(each, of_weights=False) for each in call.inputs]
@@ -134,9 +136,12 @@ def _raw_way(value: Value, of_weights: bool = True) -> list[Value] | None:
     return None
 
 
-def _moved_from(call: TorchCall, value: Value) -> Value:
-    """The input of a call whose values it has moved to one of its results."""
-    return call.inputs[value.place if call.name == "broadcast_tensors" else 0]
+def _moved_from(value: Value) -> Iterator[Value]:
+    """Yields the values that one was moved from, the nearest first."""
+    while (made := value.call) is not None and has(made.name, "moves"):
+        is_together = made.name == "broadcast_tensors"
+        value = made.inputs[value.place if is_together else 0]
+        yield value
 
 
 def _is_layer(call: TorchCall) -> bool:
@@ -147,10 +152,8 @@ def _is_layer(call: TorchCall) -> bool:
 
 def given_trials(failure: Failure, trials: Trials) -> Attempts:
     """A lower bound of a 0 that the program gives an installed package."""
-    op = failure.found.op
-    is_zero = op is not None and op.operands[-1:] == [0.0]
-    for failed in filter(inner_place, failure.failing_calls) if is_zero else ():
-        value = _before_package(failed.inputs[-1]) if failed.inputs else None
+    for failed in filter(inner_place, _met_zero(failure)):
+        value = _before_package(failed.inputs[-1])
         if value is not None and value.call is not None:
             for trial in _on(LOST, [value.call], failure, trials):
                 if trial.edits:
@@ -159,13 +162,38 @@ def given_trials(failure: Failure, trials: Trials) -> Attempts:
             yield from border_trials(value.tensor, failure, trials)
 
 
+def masked_trials(failure: Failure, trials: Trials) -> Attempts:
+    """The mask by which a 0 of the batch was selected, without it."""
+    for failed in _met_zero(failure):
+        way = [failed.inputs[-1], *_moved_from(failed.inputs[-1])]
+        selected = [each.call for each in way if each.call is not None]
+        made = [each for call in selected for each in calls_before(call)]
+        of_data = [each for each in made if each.inputs[:1] == way[-1:]]
+        masks = [each for each in of_data if each.results[0].dtype is torch.bool]
+        if _data_of(failed, failure, trials) is not None:
+            yield from _on(SELECTED, masks, failure, trials)
+
+
+def _met_zero(failure: Failure) -> list[TorchCall]:
+    """The call that failed, if the last number that it was given is 0."""
+    op = failure.found.op
+    is_zero = op is not None and op.operands[-1:] == [0.0]
+    return [call for call in failure.failing_calls if is_zero and call.inputs]
+
+
+def _data_of(call: TorchCall, failure: Failure, trials: Trials) -> torch.Tensor | None:
+    """The tensor of the batch that a call's last argument was only moved from."""
+    *_, first = call.inputs[-1], *_moved_from(call.inputs[-1])
+    leaves = trials.calls[failure.place].leaves()
+    return next((each for _, each in leaves if each is first.tensor), None)
+
+
 def _before_package(value: Value) -> Value | None:
     """The value of the program that a package has moved; None if it did more."""
-    while (made := value.call) is not None and inner_place(made):
-        if not has(made.name, "moves"):
-            return None
-        value = _moved_from(made, value)
-    return value
+    for each in (value, *_moved_from(value)):
+        if each.call is None or not inner_place(each.call):
+            return each
+    return None
 
 
 def guard_trials(failure: Failure, trials: Trials) -> Attempts:
@@ -177,13 +205,13 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     # A number that is added to one below 0 helps by chance.
     is_own = op is not None and bool(op.operands) and not op.derivative
     is_below = is_own and op is not None and op.operands[0] < 0
-    largest = _largest_divisor(op)
     helped = set[str]()
     own = failure.failing_calls
     made = failure.leap.torch_call if failure.leap is not None else None
     for failed in (*own, *filter(None, [made])):
         if failed.key in trials.applied.keys:
             continue
+        small = _small_number(failed, failure, trials) if failed in own else 0.0
         for rule in GUARDS:
             if trials.is_settled:
                 return
@@ -193,8 +221,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 continue
             if failure.beyond_pole and rule.clamps:
                 continue
-            share = largest if failed in own else 0.0
-            forms = trials_of(rule, failed, failure.calls, None, share)
+            forms = trials_of(rule, failed, failure.calls, None, small)
             most = None if trials.truth is None else _MOST_FAR
             for trial, found in itertools.islice(forms, most):
                 if most is None and failure.found.is_overflow:
@@ -210,14 +237,21 @@ def _moved(trials: Trials) -> bool:
     return (trials.remedies[-1].moves_results or 0.0) > SAME
 
 
-def _largest_divisor(op: Op | None) -> float:
-    """The largest divisor of a quotient by 0 that became inf, or 0.
+def _small_number(failed: TorchCall, failure: Failure, trials: Trials) -> float:
+    """A number that is small beside the others which a call was given, or 0.
 
-    What 0 / 0 is to be does not depend on the number that it is divided by.
+    Of data it is the least one above 0, else a share of the largest divisor, where a
+    quotient by 0 became inf. What 0 / 0 is to be depends on no such number.
     """
+    op = failure.found.op
+    if failed.plain_name.startswith("log"):
+        data = _data_of(failed, failure, trials)
+        above = torch.empty(0) if data is None else data[data > 0]
+        return float(above.min()) if len(above) else 0.0
     if op is None or not op.outputs or not op.outputs[0].num_inf:
         return 0.0
-    return max((each.abs_max or 0.0 for each in op.inputs[-1:]), default=0.0)
+    sizes = (each.abs_max or 0.0 for each in op.inputs[-1:])
+    return _SMALL_SHARE * max(sizes, default=0.0)
 
 
 def _with_twins(
@@ -301,7 +335,7 @@ def trials_of(
     root: TorchCall,
     calls: Sequence[TorchCall],
     dim: Any = None,
-    largest: float = 0.0,
+    small: float = 0.0,
 ) -> Iterator[tuple[Trial, Found]]:
     """Yields the trials of a rule for a call, each with what it puts there.
 
@@ -310,9 +344,9 @@ def trials_of(
         root: The call.
         calls: All calls of the replay.
         dim: The dimensions along which a maximum is subtracted.
-        largest: The largest divisor of a quotient that became inf; 0 for none.
+        small: A number that is small beside others that it is given; 0 for none.
     """
-    for number in numbers_of(rule, root, largest):
+    for number in numbers_of(rule, root, small):
         found = matched(rule, root, root.dtype, number, dim)
         if found is None:
             continue

@@ -259,6 +259,7 @@ _KEPT = "z[z != ignore_index]"
 _AT_ZERO = "divide by EPS where the divisor is 0"
 _BY_SIZE = _AT_ZERO.replace("EPS", "N")
 _BY_EPS, _BY_MORE = "divide by at least EPS", "divide by at least N"
+_OF_DATA = "clamp the logarithm's argument to at least N, below all else in the data"
 _NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
@@ -319,6 +320,7 @@ GUARDS = _rules(
     ("sqrt|rsqrt(y)", "CALL_ON(y + EPS)", "add EPS inside the {}"),
     ("sqrt|rsqrt|lgamma|digamma(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the argument of {} to at least EPS"),
+    ("log|log2|log10(y)", "CALL_ON(y.clamp(min=N))", _OF_DATA),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=EPS))",
      "clamp the logarithm's argument to at least EPS"),
     ("log|log2|log10(y)", "CALL_ON(y.clamp(min=LEAST))",
@@ -362,6 +364,9 @@ UPDATES = _rules(
      "add EPS to the root, not inside the rsqrt"))
 # Of what made the infs that a call was given, in its place.
 MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
+# Of what made a mask, by which a 0 of the data was selected.
+SELECTED = _rules(
+    ("*", "CALL() & (y != 0)", "leave out with the mask what is 0"))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
@@ -391,6 +396,7 @@ RULES = (
     *GUARDS,
     *UPDATES,
     *MASKS,
+    *SELECTED,
     *ROUNDED,
     *CANCELLED,
     *LINKS,
@@ -414,17 +420,13 @@ _LARGEST = {torch.float64: (80, 20), torch.float16: (10, 5)}
 _COLDEST = {torch.float16: (1e-2,)}
 
 
-# Of the largest divisor of a call: what others seldom are below; chosen, not measured.
-_SMALL_SHARE = 1e-3
-
-
-def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float, ...]:
+def numbers_of(rule: Rule, call: TorchCall, small: float = 0.0) -> tuple[float, ...]:
     """The numbers that are tried for N in place of a call.
 
     Args:
         rule: The rule.
         call: The call.
-        largest: The largest divisor of a quotient that became inf; 0 for none.
+        small: A number that is small beside others that it is given; 0 for none.
     """
     if re.search(r"\bN\b", rule.new) is None:
         return (0.0,)
@@ -433,9 +435,8 @@ def numbers_of(rule: Rule, call: TorchCall, largest: float = 0.0) -> tuple[float
         return (_most_of(call),) if is_float else ()
     if rule.text == _COLD:
         return _COLDEST.get(call.dtype, (1e-3,))
-    if rule.text in (_BY_SIZE, _BY_MORE):
-        share = _SMALL_SHARE * largest
-        return (10.0 ** math.floor(math.log10(share)),) if share else ()
+    if rule.text in (_BY_SIZE, _BY_MORE, _OF_DATA):
+        return (10.0 ** math.floor(math.log10(small)),) if small else ()
     return _LARGEST.get(call.dtype, (20, 5, 2))
 
 

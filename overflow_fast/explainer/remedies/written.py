@@ -387,12 +387,22 @@ def _of_torch_module(site: Site, outer: Any) -> ast.expr:
     return ast.Call(made.func, made.args, kept)
 
 
+# Of `0 < x` torch is given x first, as of `x > 0`.
+_COMPARISONS = {ast.Gt: "gt", ast.GtE: "ge", ast.Lt: "lt", ast.LtE: "le"}
+
+
 def operand_of(call: TorchCall, place: int, node: Any) -> Any:
     """The expression of an operand of a call, or None."""
     node = _value_of(node)
     if isinstance(node, ast.BinOp):
         sides = [node.left, node.right]
         return sides[place] if _is_in_order(call, sides) else sides[1 - place]
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        names = [_COMPARISONS.get(type(each)) for each in node.ops]
+        if len(names) > 1 or names == [None]:
+            return None
+        return sides[place if names == [call.name] else 1 - place]
     if isinstance(node, ast.UnaryOp):
         return node.operand
     if isinstance(node, (ast.Subscript, ast.Attribute)):
