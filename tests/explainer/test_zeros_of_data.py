@@ -50,6 +50,18 @@ def test_a_floor_of_what_was_computed_is_that_of_its_dtype(tmp_path):
     assert "min=1e-8" in remedy.code
 
 
+def test_a_scale_of_0_that_a_distribution_is_given_is_bounded_by_the_others(tmp_path):
+    code = (
+        "import torch\ndef loss_of(x, w):\n"
+        "    normal = torch.distributions.Normal(w[0], x, validate_args=False)\n"
+        "    return normal.log_prob(torch.ones(())).mean()\n"
+    )
+    found = explained(module_of(tmp_path, code)[0].loss_of, X / 2)
+    assert " in `" in str(found) and "(torch/distributions/normal.py:" in str(found)
+    (bound,) = [each for each in found.remedies if "clamp `" in each.text]
+    assert "to at least 0.1, below its positive numbers" in bound.text
+
+
 def test_a_norm_a_line_away_is_no_twin(tmp_path):
     code = (
         "def loss_of(x, w):\n    a = x / x.norm(dim=1, keepdim=True)\n"

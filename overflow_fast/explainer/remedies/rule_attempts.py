@@ -168,10 +168,10 @@ def masked_trials(failure: Failure, trials: Trials) -> Attempts:
         way = [failed.inputs[-1], *_moved_from(failed.inputs[-1])]
         selected = [each.call for each in way if each.call is not None]
         made = [each for call in selected for each in calls_before(call)]
-        of_data = [each for each in made if each.inputs[:1] == way[-1:]]
+        of_data = [each for each in made if {*each.inputs[:1]} & {*way}]
         masks = [each for each in of_data if each.results[0].dtype is torch.bool]
         if _data_of(failed, failure, trials) is not None:
-            yield from _on(SELECTED, masks, failure, trials)
+            yield from _on(SELECTED, masks[:1], failure, trials)
 
 
 def _met_zero(failure: Failure) -> list[TorchCall]:

@@ -259,7 +259,8 @@ _KEPT = "z[z != ignore_index]"
 _AT_ZERO = "divide by EPS where the divisor is 0"
 _BY_SIZE = _AT_ZERO.replace("EPS", "N")
 _BY_EPS, _BY_MORE = "divide by at least EPS", "divide by at least N"
-_OF_DATA = "clamp the logarithm's argument to at least N, below all else in the data"
+_TO_N = "clamp the logarithm's argument to at least N"
+_OF_DATA = f"{_TO_N}, below the data's positive numbers"
 _NO_CORRECTION = "use no correction, which divides by n"
 _AT_LEAST = "torch.copysign(x.abs().clamp(min=SMALL), x)"
 _TO_LEAST = "divide by a magnitude of at least SMALL"
@@ -436,8 +437,13 @@ def numbers_of(rule: Rule, call: TorchCall, small: float = 0.0) -> tuple[float, 
     if rule.text == _COLD:
         return _COLDEST.get(call.dtype, (1e-3,))
     if rule.text in (_BY_SIZE, _BY_MORE, _OF_DATA):
-        return (10.0 ** math.floor(math.log10(small)),) if small else ()
+        return (power_below(small),) if small else ()
     return _LARGEST.get(call.dtype, (20, 5, 2))
+
+
+def power_below(number: float) -> float:
+    """The power of 10 that is next below a number above 0."""
+    return 10.0 ** math.floor(math.log10(number))
 
 
 def named_numbers(dtype: torch.dtype, chosen: float = 0.0) -> dict[str, float]:

@@ -24,7 +24,7 @@ from .patches import (
     SomeSamples,
     finite_rows,
 )
-from .rules import named_numbers, with_numbers
+from .rules import power_below, with_numbers
 from .trials import Attempts, Trial, Trials
 
 
@@ -140,13 +140,18 @@ def _has_samples(each: Any) -> bool:
 
 
 def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Attempts:
-    """A lower bound of a tensor of the batch whose least number is 0."""
+    """A lower bound of a tensor of the batch whose least number is 0.
+
+    A smaller one than its other numbers have is far from them in a logarithm.
+    """
     names = [n for n, each in trials.calls[failure.place].leaves() if each is tensor]
-    if not names or not is_float(tensor) or float(tensor.detach().min()) != 0:
+    values = tensor.detach()
+    if not names or not is_float(tensor) or values.min() != 0 or not values.any():
         return
-    name, low = names[0], with_numbers("EPS", named_numbers(tensor.dtype))
-    words = f"clamp `{name}` to at least {low}"
-    patch = ChangedTensor(failure.place, name, float(low))
+    number = power_below(float(values[values > 0].min()))
+    name, low = names[0], with_numbers("N", {"N": number})
+    words = f"clamp `{name}` to at least {low}, below its positive numbers"
+    patch = ChangedTensor(failure.place, name, number)
     yield _changing(words, name, "clamp", f"min={low}", patch)
 
 

@@ -377,7 +377,7 @@ class Trials:
     ) -> dict[str, Any]:
         """The fields of a remedy that say whether it is right, and what it breaks."""
         if not all(patch.is_same_step for patch in patches):
-            return {}
+            return {"usual": self._unusual(remedy.loss)}
         left = _grown_buffer(self.replayer.buffer_sizes, result.buffer_sizes)
         is_known = self.truth is not None or (
             self._nearness is not None and self._nearness.has_true_output
@@ -394,8 +394,8 @@ class Trials:
         loss, broken = None if is_right else remedy.loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
-        elif loss is not None and self.truth is None and "plain_loss" not in facts:
-            facts["usual"] = unusual_range(abs(loss), self._failure.usual_losses)
+        elif "plain_loss" not in facts:
+            facts["usual"] = self._unusual(loss)
         if not broken and not is_right:
             broken = _grown(result.gradient_sizes, self._failure.usual_gradient)
         stops = any(each.stops_gradient for each in applied.trials)
@@ -406,6 +406,12 @@ class Trials:
         left = left or _near_zero(patches) or self._of_nothing(applied, result)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
+
+    def _unusual(self, loss: float | None) -> tuple[float, float] | None:
+        """See `Remedy.usual`."""
+        if loss is None or self.truth is not None:
+            return None
+        return unusual_range(abs(loss), self._failure.usual_losses)
 
     def _of_nothing(self, applied: AppliedPatches, result: ReplayResult) -> str:
         """A warning where 0 / 0 becomes a number that no loss judges, or ""."""
