@@ -87,7 +87,7 @@ _FEW, _WIDER = 4, 0.1
 def unusual_range(now: float, before: Sequence[float]) -> tuple[float, float] | None:
     """The range of the last losses, where one is far beyond it; else None.
 
-    Farther than they are from one another, and than a tenth: too low tells of noise.
+    Twice as far as they are from one another, and than a tenth: too low tells of noise.
 
     Args:
         now: The loss' magnitude.
@@ -96,7 +96,7 @@ def unusual_range(now: float, before: Sequence[float]) -> tuple[float, float] | 
     if len(before) < _FEW:
         return None
     low, high = min(before), max(before)
-    most = max(high - low, _WIDER * high)
+    most = 2 * max(high - low, _WIDER * high)
     return None if low - most <= now <= high + most else (low, high)
 
 
