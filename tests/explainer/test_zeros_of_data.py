@@ -71,6 +71,17 @@ def test_a_norm_a_line_away_is_no_twin(tmp_path):
     assert (remedy.line, remedy.last_line) == (2, 2)
 
 
+def test_what_has_failed_as_well_is_changed_with_it(tmp_path):
+    """More of them than are found one after another."""
+    names = "abcd"
+    code = "def loss_of(x, w):\n" + "".join(
+        f"    {name} = (x.pow({i + 1}) * 2).log() * w\n" for i, name in enumerate(names)
+    )
+    code += "    return (a + b + c + d).mean()\n"
+    remedy = explained(module_of(tmp_path, code)[0].loss_of, X).remedies[0]
+    assert remedy.is_right and remedy.code.count("clamp(") == len(names)
+
+
 def of_a_product(model, x):
     return (x * model.w).log().square().mean()
 

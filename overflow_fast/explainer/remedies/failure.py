@@ -29,7 +29,7 @@ from ..op_call import OpCall
 from ..op_table import OpTable
 from ..replayer import ReplayResult
 from ..sentinel import Sentinel
-from ..torch_calls import TorchCall
+from ..torch_calls import Key, TorchCall
 from ..trace_back import RootOp
 from .true_step import InFloat64, in_float64
 
@@ -63,6 +63,7 @@ class Failure:
         clean: The call that failed with the batch of the last clean step, or None.
         is_compiled: True if the step calls code that was compiled.
         calls: The torch calls of the replay in which it was found.
+        failed: The keys of all that have made bad values of finite ones in it.
         in_float64: The step in float64; None where that is not the same step.
         nearby: The largest finite magnitude in the few operations which made its
             argument.
@@ -91,6 +92,7 @@ class Failure:
     clean: Call | None = None
     is_compiled: bool = False
     calls: Sequence[TorchCall] = ()
+    failed: frozenset[Key] = frozenset()
     in_float64: InFloat64 | None = None
     nearby: float = 0.0
     usual_losses: Sequence[float] = ()
@@ -141,6 +143,7 @@ class Failure:
         details = root_op.source.details
         near, size = (details and details.num_near) or (0, 0)
         ran = [each.module for each in table.ops[op.index :] if each.module]
+        failed = [each.named.torch_call for each in table.ops if each.makes_bad]
         return cls(
             *(found, op, place),
             modules=list(dict.fromkeys(ran)),
@@ -150,6 +153,7 @@ class Failure:
             num_near=near if size == found.num_samples else 0,
             is_compiled=table.is_compiled,
             calls=table.torch_calls,
+            failed=frozenset(each.key for each in failed if each is not None),
             in_float64=in_float64(table),
             nearby=_largest_in(e for made in op.read_from for e in made.read_from),
         )

@@ -271,7 +271,8 @@ def _with_twins(
             and abs(call.sites[0].line - root.sites[0].line) <= _NEAR
         )
         is_other = call.name == root.name and call.key != root.key
-        if is_near and is_other and _are_alike(call, root):
+        is_alike = call.key in failure.failed or _are_alike(call, root)
+        if is_near and is_other and is_alike:
             twins.setdefault(call.key, call)
     found = [trial]
     for call in twins.values():
