@@ -907,7 +907,7 @@ def test_a_batch_is_kept_from_the_0_that_a_package_meets():
         return rates.log_prob(x).sum()
 
     found = explain(model, x, loss_of)
-    assert found.remedies[0].code == "batch = batch.clamp(min=1e-8)"
+    assert found.remedies[0].code == "batch = batch.clamp(min=0.1)"
 
 
 class Uncertainty(nn.Module):

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from ...base.torch_ops import has, is_sum
+from ...base.torch_ops import has, is_sum, op_of
 from ...guard.report.remedy import Remedy
 from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value
@@ -31,11 +31,10 @@ from .wider_text import has_text, wider_edits, wider_text
 _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
 _MOST_BACK = 4  # calls before the failing one whose result is the first in it
 _DEPTHS = (0, 1, _MOST_BACK)  # of these, as each takes two replays
-_NEAR_1 = 1e-6  # some roundings of float32
 _OTHER_SIDE = (
-    "float64 was not tried for a difference of two numbers near 1: it rounds it away, "
-    "too, as they come nearer. It stays where both are small, as by erfc in place of "
-    "1 + erf, or sigmoid(-x) in place of sigmoid(x)."
+    "float64 was not tried for a difference of two numbers that round to 1: a little "
+    "farther out it rounds it away, too. It stays where both are small, as by "
+    "erfc in place of 1 + erf, or sigmoid(-x) in place of sigmoid(x)."
 )
 # Of what fits a dtype, by its largest magnitude; of float32 squares do, too.
 _SIZES = {torch.float16: (1e-2, 3e4)} | dict.fromkeys(
@@ -86,18 +85,15 @@ def _may_be_float64(failure: Failure, trials: Trials) -> bool:
     roots = failure.failing_calls
     if failure.growth is not None:
         return False  # with each call: beyond float64's maximum, too, some calls later
-    lost = failure.found.lost_by
-    if lost is not None and lost.operands and all(map(_is_near_1, lost.operands)):
+    lost, made = failure.found.lost_by, failure.lost
+    is_difference = lost is not None and bool(lost.operands)
+    if is_difference and made is not None and 1.0 in op_of(made.base).never:
         failure.found.notes.append(_OTHER_SIDE)
         return False
     is_of_mps = any(e.device.type == "mps" for call in roots for e in call.inputs)
     is_cast = any(call.name == "to" for call in roots)
     is_held = trials.truth is not None and trials.truth.fits(torch.float32)
     return is_held and not (is_of_mps or is_cast)
-
-
-def _is_near_1(number: float) -> bool:
-    return abs(abs(number) - 1) <= _NEAR_1
 
 
 def _wider_trial(
