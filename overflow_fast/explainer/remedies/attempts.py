@@ -169,7 +169,7 @@ def _rank(remedy: Remedy) -> tuple[Any, ...]:
         *(remedy.worth, remedy.usual is not None),
         *(_is_of_torch(remedy), remedy.is_of_data),
         remedy.is_flat or bool(remedy.leaves),
-        *(remedy.off, remedy.change, not remedy.code, len(remedy.parts)),
+        *(remedy.off, remedy.change, not remedy.code),
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,
     )
@@ -308,8 +308,9 @@ def _try_alone(trials: Trials) -> None:
     """
     helped = [each.trial for each in trials.tried if each.remedy.is_recommended]
     trials.go_on(AppliedPatches())
-    if helped and trials.allow(1) and trials.may_run():
-        trials.attempt(helped[0])
+    may_try = helped and trials.allow(1) and trials.may_run()
+    if may_try and trials.attempt(helped[0]):
+        trials.tried.insert(0, trials.tried.pop())  # the first of those as good
 
 
 # What is tried, in order.
