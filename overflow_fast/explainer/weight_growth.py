@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..base.tensors import is_readable
 from ..guard.report.gist import told_number
 from .bad_step import BadStep
 from .bounds import GROWN, SCALED_BACK, UPDATE, VANISHED, WEIGHT
@@ -87,9 +88,11 @@ def drift_of(step: BadStep, reached: Collection[str]) -> str:
     """
     for _, name, weight in names_of(step.models):
         first = step.last_steps.first.get(name)
-        if first is None or first.shape != weight.shape or name.endswith("bias"):
+        if first is None or name.endswith("bias") or not is_readable(weight):
+            continue  # FSDP has taken the memory of its weights
+        if first.shape != weight.shape:
             continue
-        now, was = (_largest(each.detach()) for each in (weight, first))
+        now, was = (_largest(each.detach().float()) for each in (weight, first))
         is_lost = weight.numel() == 1 and weight.dim() < 2
         is_lost &= now < 0 < was or now == 0 != was
         sizes = abs(now), abs(was)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ... import _C
 from ...base.modules import named_parameters, stepped_by
-from ...base.tensors import PLAIN
+from ...base.tensors import is_readable
 
 _NUMBERS = (float, int, tuple, list)
 _KEPT = 16  # steps whose settings are kept, as many as weights' magnitudes are
@@ -45,7 +45,8 @@ class LastSteps:
             f"{prefix}{name}": each.detach().clone()
             for prefix, model in (models or {}).items()
             for name, each in named_parameters(model)
-            if type(each) in PLAIN and not each.is_meta and 0 < each.numel() <= _SMALL
+            if 0 < each.numel() <= _SMALL
+            if is_readable(each) and each.is_floating_point()
         }
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:
