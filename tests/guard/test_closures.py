@@ -226,3 +226,128 @@ def test_closures_with_what_cannot_be_copied():
         optimizer.step(lambda: closure(BAD))
         assert guard.num_skipped == 1
         assert before.equal(model.weight)
+
+
+class Alternates(TwoPasses):
+    """Computes a second gradient in each third step only: LookSAM."""
+
+    def step(self, closure):
+        if self.calls % 3 == 0:
+            return super().step(closure)
+        self.calls += 1
+        return descend(self)
+
+
+class Decays(FirstDevice):
+    """Moves the weights, and computes its gradients afterwards."""
+
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.data = p.data.clone()
+            p.detach().mul_(0.9)
+        with torch.enable_grad():
+            loss = closure()
+        descend(self)
+        return loss
+
+
+class Evaluates(FirstDevice):
+    """Computes its gradients before all else, as torch's optimizers do."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        descend(self)
+        return loss
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+@pytest.mark.parametrize("bad_step", range(1, 5))
+def test_a_step_that_does_not_call_its_closure_is_judged_at_its_start(
+    bad_step, policy, is_hooked, caplog
+):
+    model = nn.Linear(6, 1)
+    optimizer = Alternates(model.parameters())
+    if is_hooked:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    with OverflowGuard(model, optimizer, policy, explain=False) as guard:
+        for step in range(6):
+            x = BAD if step == bad_step else X
+            before = snapshot(model, optimizer)
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            if step == bad_step and policy == "raise":
+                with pytest.raises(NonFiniteError):
+                    optimizer.step(lambda x=x: model(x).sum())
+            else:
+                optimizer.step(lambda x=x: model(x).sum())
+            if step == bad_step:
+                assert guard.last_report.step == step
+                assert guard.last_report.verdict.first.kind == "input"
+                assert_same(snapshot(model, optimizer), before)
+        assert guard.step == 6 and guard.metrics()["bad_steps_total"] == 1
+    assert "no step was judged" not in caplog.text
+
+
+def test_a_step_without_gradients_that_ignores_its_closure_is_judged(caplog):
+    """Of the first one it is not known that it does."""
+
+    class Ignores(FirstDevice):
+        def step(self, closure):
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1)
+
+    model = nn.Linear(6, 1)
+    optimizer = Ignores(model.parameters())
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for _ in range(8):
+            model(X)
+            optimizer.step(lambda: None)
+        model(BAD)
+        optimizer.step(lambda: None)
+        assert guard.num_skipped == 1 and guard.last_report.step == 8
+    assert "no step was judged" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [TwoPasses, Evaluates])
+def test_a_step_that_is_skipped_at_its_start_has_a_loss_of_nan(kind):
+    """One that calls its closure before all else calls it there, too."""
+    model = nn.Linear(6, 1)
+    optimizer = kind(model.parameters())
+    called = []
+
+    def closure(x=X):
+        called.append(x)
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for x in (X, BAD, X):
+            optimizer.zero_grad()
+            closure(x)  # of which it accumulates the gradient
+            loss = optimizer.step(closure)
+            assert guard.last_step_skipped == (x is BAD)
+            assert loss.isnan() == (x is BAD and kind is TwoPasses)
+        assert guard.num_skipped == 1
+    assert len(called) == (6 if kind is Evaluates else 5)
+
+
+@pytest.mark.parametrize("kind", [TwoPasses, Decays, Evaluates])
+def test_gradients_that_a_skipped_step_has_left_are_not_judged_again(kind):
+    model = nn.Linear(6, 1)
+    optimizer = kind(model.parameters())
+
+    def closure(x):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for x in (X, BAD, X, X):
+            if kind is TwoPasses:  # which uses them
+                optimizer.zero_grad()
+            optimizer.step(lambda x=x: closure(x))
+        assert guard.num_skipped == 1 and guard.last_report.step == 1

@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+
 from ...base.modules import has_base
 from .held_optimizers import attribute_of, vars_of
 
@@ -120,8 +122,8 @@ def _skipped_result(optimizer: Any, last: Any) -> Any:
     """Finds the result of a skipped step.
 
     An optimizer's class says it by `skipped_step_result`. Megatron's is known. Any
-    other step returns what its last one did, without its values: False for a bool, else
-    None.
+    other step returns what its last one did, without its values: False for a bool, nan
+    for a loss, else None.
     """
     known = getattr(type(optimizer), "skipped_step_result", _UNKNOWN)
     if known is not _UNKNOWN:
@@ -135,11 +137,13 @@ _UNKNOWN = object()
 
 
 def shape_of(result: Any) -> Any:
-    """A step's result without its values, for `leave_out()`: it holds no tensor."""
+    """A step's result without its values, for `leave_out()`; holds none of it."""
     if type(result) is tuple:
         return tuple(map(_without_value, result))
     return _without_value(result)
 
 
 def _without_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return torch.tensor(torch.nan)
     return False if isinstance(value, bool) else None

@@ -69,6 +69,11 @@ def is_optimizer(value: Any) -> bool:
     return has_step and attribute_of(value, "param_groups") is not None
 
 
+def has_torchs_step(optimizer: Any) -> bool:
+    """True if an optimizer steps as torch's own do: a subclass of one may, too."""
+    return bool(type(optimizer).step.__module__.startswith("torch.optim."))
+
+
 def attribute_of(holder: Any, name: str) -> Any:
     """Returns an attribute, or None where there is none or its property raises."""
     try:

@@ -8,17 +8,85 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch.optim import Optimizer
 
 from ... import _C
+from ...base.modules import stepped_by
 from ..undo.optimizer import OptimizerSnapshot
+from .held_optimizers import has_torchs_step
 from .stray_steps import Call, others_hooks
 
 
 class SkipJudge(Protocol):
     """Judges a step, such as an `OptimizerHook`."""
 
+    def note_evaluation(self) -> None:
+        """Called when the step evaluates its closure."""
+
     def is_skipped(self) -> bool:
         """Judges the step; returns True if it is skipped."""
+
+
+class ClosureUse:
+    """Whether an optimizer uses the gradients that its steps with a closure begin with.
+
+    One that evaluates the closure before all else computes its gradients there, as all
+    of torch's do. Any other uses those that it finds: SAM, which moves the weights and
+    evaluates it there, or an optimizer that evaluates it in some steps. Which one it is
+    shows in its last step.
+
+    Args:
+        find_stepper: Returns the object whose step it is; None if it is gone.
+        find_optimizer: Returns the optimizer that has the parameters, likewise.
+
+    Attributes:
+        has_begun: A step runs that may be judged at its start.
+    """
+
+    def __init__(
+        self,
+        find_stepper: Callable[[], Any],
+        find_optimizer: Callable[[], Optimizer | None],
+    ) -> None:
+        self._find_stepper, self._find_optimizer = find_stepper, find_optimizer
+        self._use = _LATE
+        self._versions: list[int] = []
+        self._left: _C.Contents | None = None  # by the last step: that was judged
+        self.has_begun = False
+
+    def begin(self) -> bool:
+        """Begins a step; True if it may use gradients that were not judged yet."""
+        if has_torchs_step(self._find_stepper()):
+            return False
+        last, self._use = self._use, _NEVER
+        self._versions, self.has_begun = _C.versions_of(self._parameters()), True
+        gradient = self._gradient()
+        if gradient is None or last == _FIRST:
+            return last == _NEVER  # by its forwards, and the weights
+        return self._left is None or not self._left.are_in(gradient)
+
+    def note_evaluation(self) -> None:
+        """Notes whether the step has written to weights by then."""
+        if self._use == _NEVER:
+            is_first = self._versions == _C.versions_of(self._parameters())
+            self._use = _FIRST if is_first else _LATE
+
+    def end(self) -> None:
+        """Ends the step; what it leaves to the next one was judged."""
+        gradient, self.has_begun = self._gradient(), False
+        self._left = None if gradient is None else _C.Contents(gradient)
+
+    def _gradient(self) -> torch.Tensor | None:
+        grads = (each.grad for each in self._parameters())
+        return next((each for each in grads if each is not None), None)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        optimizer = self._find_optimizer()
+        return [] if optimizer is None else stepped_by(optimizer)
+
+
+# What a step has done with its closure.
+_FIRST, _LATE, _NEVER = "evaluated first", "evaluated late", "not evaluated"
 
 
 class StepLeft(BaseException):
@@ -59,6 +127,7 @@ def with_judged_closure(
 
     @functools.wraps(closure)
     def judged(*given: Any, **named: Any) -> Any:
+        hook.note_evaluation()
         loss = closure(*given, **named)
         try:
             is_skipped = hook.is_skipped()
@@ -134,7 +203,6 @@ def calls_closure_first(optimizer: Any, step: Any) -> bool:
     """
     code = getattr(step, "__code__", None)
     is_wrapped = code is not None and "lr_scheduler" not in code.co_filename
-    is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-    is_torchs = is_torchs and not is_wrapped
+    is_torchs = has_torchs_step(optimizer) and not is_wrapped
     has_hooks = bool(others_hooks(optimizer))
     return is_torchs and not has_hooks and not isinstance(optimizer, torch.optim.LBFGS)

@@ -9,6 +9,7 @@ The flow:
 2. A call of that function comes to `_run()`. Without a closure the step is judged, and
    called if it is to be made: `engine_steps.py` leaves it out. With a closure, it is
    judged inside of it, after each evaluation, and left from there: `judged_closure.py`.
+   One that may not evaluate it, or step before, is judged at its start, too.
 3. Where other code has registered step pre-hooks, the step is called, and judged behind
    them: by a pre-hook of `stray_steps.py`, which is moved behind all others.
 4. A step that was made, and may have overflowed although its gradients were finite, is
@@ -19,7 +20,8 @@ The flow:
 
 The state of a call: `_is_running`, until it ends; `_waits`, until it is judged behind
 pre-hooks; `_before` and `_doubted`, the snapshots to undo a step with a closure, and
-one that may overflow. All else stays from step to step.
+one that may overflow. All else stays from step to step: `_closure_use`, what the last
+one with a closure did with it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from .engine_steps import leave_out, overflow_flag, shape_of
 from .found_inf import FoundInf
 from .held_optimizers import optimizers_in
 from .judged_closure import (
+    ClosureUse,
     StepLeft,
     calls_closure_first,
     place_of_closure,
@@ -146,6 +149,7 @@ class OptimizerHook:
         self._before: OptimizerSnapshot | None = None
         self._doubted: OptimizerSnapshot | NoSnapshot | None = None
         self._last: Any = None  # what the last step returned, without values
+        self._closure_use = ClosureUse(self._stepper, self._optimizer)
         self._inner: list[weakref.ref[Any]] = []
         self._stray_steps = StraySteps(
             lambda: self._is_running and not self._waits,
@@ -318,6 +322,7 @@ class OptimizerHook:
     ) -> Any:
         self.found_inf.drop()  # of a step that raised
         self._is_running = True
+        self._doubted = None  # of a step that raised
         result, is_skipped = None, False
         try:
             place = place_of_closure(step, args, kwargs)
@@ -325,16 +330,17 @@ class OptimizerHook:
                 self._before = self._take_snapshot(step)
             if not self.is_of_engine and others_hooks(self._optimizer()):
                 result, is_skipped = self._run_behind_hooks(step, args, kwargs)
+            elif self._is_judged_first(place) and self.is_skipped():
+                is_skipped = True
+                self._tell_engine(is_skipped)
+                whole = functools.partial(step, *args, **kwargs)
+                result = leave_out(self._stepper(), whole, self._last)
             elif place is not None:
                 args, kwargs = with_judged_closure(args, kwargs, place, self)
                 result, is_skipped = run_until_left(
                     self, step, args, kwargs, lambda: self._before
                 )
-            elif self.is_skipped():
-                is_skipped = True
-                self._tell_engine(is_skipped)
-                whole = functools.partial(step, *args, **kwargs)
-                result = leave_out(self._stepper(), whole, self._last)
+                self._last = shape_of(result)
             else:
                 self._tell_engine(is_skipped)
                 result = step(*args, **kwargs)
@@ -346,6 +352,8 @@ class OptimizerHook:
         finally:
             self._is_running = self.has_snapshot = self._waits = False
             self._before = None
+            if self._closure_use.has_begun:
+                _C.run_paused(self._closure_use.end)
             self.found_inf.drop()
         if self._doubted is not None:
             is_skipped = bool(_C.run_paused(self._is_undone))
@@ -371,6 +379,10 @@ class OptimizerHook:
             result = leave_out(self._stepper(), lambda: None, self._last)
         return result, is_skipped
 
+    def _is_judged_first(self, place: int | str | None) -> bool:
+        """True if a step is judged at its start; begins one that has a closure."""
+        return place is None or bool(_C.run_paused(self._closure_use.begin))
+
     def _waits_in(self, optimizer: Optimizer) -> bool:
         return self._waits and optimizer is self._optimizer()
 
@@ -379,13 +391,15 @@ class OptimizerHook:
     ) -> Call | None:
         """Judges the step that waits, with the arguments that pre-hooks have left it.
 
-        A closure is judged in the place of the step.
+        A closure is judged in the place of the step, or besides it.
         """
         self._waits = False
-        place: int | str = "closure" if callable(kwargs.get("closure")) else 1
+        place: int | str | None = "closure" if callable(kwargs.get("closure")) else 1
         if place == 1 and not (len(args) > 1 and callable(args[1])):
-            if self.is_skipped():
-                raise StepLeft(self)
+            place = None
+        if self._is_judged_first(place) and self.is_skipped():
+            raise StepLeft(self)
+        if place is None:
             return None
         if self._before is None:  # a pre-hook has given it the closure
             self._before = self._take_snapshot(_class_step(self._stepper()))
@@ -395,16 +409,20 @@ class OptimizerHook:
         if self._overflow_flag is not None:
             self._overflow_flag.set(is_skipped)
 
+    def note_evaluation(self) -> None:
+        """Notes that the step evaluates its closure."""
+        _C.run_paused(self._closure_use.note_evaluation)
+
     def is_skipped(self) -> bool:
         """Judges the step; returns True if it is to be skipped."""
         return bool(_C.run_paused(self._judge_step))
 
     def _judge_step(self) -> bool:
         """Judges the step; keeps what it may make non-finite all the same."""
-        self._doubted = None
         if self._before_step():
+            self._doubted = None
             return True
-        if self._judge is not None:
+        if self._judge is not None and self._doubted is None:
             # With a closure there may be one from before its first evaluation.
             self._doubted = self._judge.kept_of_doubted(self, self._before)
         return False

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ...base.modules import Handles, stepped_by
 from ...torch_internals.module_internals import has_step_hooks, step_pre_hooks
 from ..undo.optimizer import OptimizerSnapshot
+from .held_optimizers import has_torchs_step
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -131,8 +132,7 @@ class StraySteps:
 
     def _leave_out(self, optimizer: Optimizer) -> None:
         self._is_skipped = True
-        is_torchs = type(optimizer).step.__module__.startswith("torch.optim.")
-        if self._snapshot is not None or not is_torchs:
+        if self._snapshot is not None or not has_torchs_step(optimizer):
             if self._snapshot is not None:
                 self._snapshot.restore()
             self._end()
