@@ -290,6 +290,18 @@ def test_a_step_that_does_not_call_its_closure_is_judged_at_its_start(
     assert "no step was judged" not in caplog.text
 
 
+def test_a_weight_that_was_bad_at_the_start_of_a_step_is_not_said_to_be_put_back():
+    model = nn.Linear(6, 1)
+    optimizer = Alternates(model.parameters())
+    with OverflowGuard(model, optimizer, "skip", explain=False):
+        model(X).sum().backward()
+        optimizer.step(lambda: model(X).sum())
+        model.weight.data.fill_(NAN)
+        model(X).sum().backward()
+        with pytest.raises(NonFiniteError, match="It stays non-finite"):
+            optimizer.step(lambda: model(X).sum())
+
+
 def test_a_step_without_gradients_that_ignores_its_closure_is_judged(caplog):
     """Of the first one it is not known that it does."""
 

@@ -410,7 +410,8 @@ class OptimizerHook:
             self._overflow_flag.set(is_skipped)
 
     def note_evaluation(self) -> None:
-        """Notes that the step evaluates its closure."""
+        """Notes that the step evaluates its closure: it may have changed weights."""
+        self.has_snapshot = self._before is not None
         _C.run_paused(self._closure_use.note_evaluation)
 
     def is_skipped(self) -> bool:
@@ -461,9 +462,7 @@ class OptimizerHook:
         if not self._may_skip or calls_closure_first(stepper, step):
             return None
         with _C.Hidden():
-            snapshot = OptimizerSnapshot(stepper)
-        self.has_snapshot = True
-        return snapshot
+            return OptimizerSnapshot(stepper)
 
     # A step that does not come through `_run`.
 
