@@ -3,24 +3,29 @@
 1. `explain_update()` is of a weight that was finite a step before: the gradients of
    that step are gone, and 0 is in their place. `explain_seen_update()` is of a step
    that has just been made.
-2. Both make an `_Again`, of which a `_Twin` is the optimizer for a copy of the weight.
+2. Both make an `_Again`, of which a `_Twin` is the optimizer for a copy of the weight,
+   with copies of the optimizers that it holds.
 3. If the step of the twin is non-finite as well, its operations say why, the step in
    float64 whether the dtype is it, and steps with other settings are remedies.
 """
 
 from __future__ import annotations
 
-import copy
+import inspect
+import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from ..base.text import dtype_name, error_line
+from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
+from ..guard.optimizers.held_optimizers import optimizers_in
 from ..guard.report import notes
 from ..guard.report.causes import (
     BAD_SETTING,
@@ -34,7 +39,9 @@ from ..guard.report.findings import REPLACED
 from ..guard.report.gist import plain_number
 from ..guard.report.remedy import Remedy
 from ..guard.undo.kept_objects import ATOMS
+from ..guard.undo.optimizer import NoSnapshot, OptimizerSnapshot
 from ..guard.verdict.optimizer_settings import nonfinite_in
+from ..guard.watching.judged_tensors import state_of
 from ..torch_internals.replaying import with_torch_function
 from .bad_step import BadStep
 from .named_tensors import state_by_name
@@ -47,13 +54,14 @@ from .torch_calls import TorchCalls
 from .trace_back import trace_back
 from .users_lines import op_at
 
+_log = logging.getLogger("overflow_fast")
 # A usual eps that the dtype holds.
 _EPS = {torch.float16: 1e-4, torch.bfloat16: 1e-8, torch.float32: 1e-8}
 _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
 )
-_NOT_AGAIN = "The step could not be made again on a copy of its optimizer ({})."
+_NOT_AGAIN = "The step could not be made again on a copy of its optimizer."
 _PUT = (
     "{} is another parameter than in the optimizer's last step{}: code outside of it "
     "has put this one there since, which holds {}"
@@ -114,27 +122,25 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
 def explain_seen_update(
     optimizer: Any,
     parameter: torch.Tensor,
+    state: str,
+    kept: OptimizerSnapshot | NoSnapshot,
     found: Explanation,
-    held: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Explanation:
-    """Explains a weight that a step, which has just been made, has made non-finite.
+    """Explains what a step, which has just been made, has made non-finite.
 
     Args:
         optimizer: The optimizer.
         parameter: The weight.
+        state: The part of its state that it is, such as `.exp_avg`; "" for itself.
+        kept: What the optimizer steps, as that was before.
         found: What is said of it so far.
-        held: Returns what a tensor held before the step; None if that is not known.
     """
     place = group_of(optimizer, parameter)
     if place is None or parameter.grad is None:
         return found
     group = dict(optimizer.param_groups[place])
-    again = _Again(optimizer, group, parameter, parameter.grad, held)
-    try:
-        return _made_again(again, place, found) or found
-    except Exception as error:
-        found.notes.append(_NOT_AGAIN.format(error_line(error, 80)))
-        return found
+    again = _Again(optimizer, group, parameter, parameter.grad, state, kept)
+    return _made_again(again, place, found) or found
 
 
 @dataclass(frozen=True)
@@ -146,19 +152,24 @@ class _Again:
         group: The settings of its step, for the parameter.
         parameter: The parameter.
         gradient: Its gradient in that step; None where it is gone: 0 is in its place.
-        held: Returns what a tensor held before the step; None if that is not known.
+        state: The part of its state that is looked at; "" for the parameter itself.
+        kept: What the optimizer steps, as that was before; None if that is not known.
     """
 
     optimizer: Any
     group: dict[str, Any]
     parameter: torch.Tensor
     gradient: torch.Tensor | None = None
-    held: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None
+    state: str = ""
+    kept: OptimizerSnapshot | NoSnapshot | None = None
 
     @property
     def given(self) -> str:
         """The gradients that it is given, in words."""
-        return "gradients of 0" if self.gradient is None else "the same gradients"
+        if self.gradient is None:
+            return "gradients of 0"
+        is_once = not _needs_closure(type(self.optimizer).step)
+        return "the same gradients" if is_once else "the gradients that it has left"
 
     @property
     def how_tried(self) -> str:
@@ -166,57 +177,120 @@ class _Again:
         gone = ", tried with gradients of 0 as the step's own are gone"
         return gone * (self.gradient is None)
 
+    def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What a tensor held before the step; None if that is not known."""
+        return None if self.kept is None else self.kept.held(tensor)
+
+    def attributes(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The attributes of an optimizer, as they were before if that is known."""
+        before = {} if self.kept is None else self.kept.attributes(optimizer)
+        return {**vars(optimizer), **before}
+
+    def part(self, optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that is looked at, of an optimizer and its parameter."""
+        if not self.state:
+            return parameter.detach()
+        names, found = state_of(optimizer, {id(parameter): ""})
+        return found[names.index(self.state)]
+
     def is_finite(self, **changed: Any) -> bool:
-        """True if the weight is finite after the step, with some settings changed."""
+        """True if its part is finite after the step, with some settings changed."""
         return _Twin(self, self.parameter.dtype, **changed).is_finite_after_step()
 
 
 class _Twin:
     """An optimizer of the same kind and state for a copy of one parameter.
 
+    Optimizers among its attributes, which share groups or state with it, are twins as
+    well. A closure that its step cannot do without has the same gradient.
+
     Args:
         again: The step that it is to make.
         dtype: The dtype of the copies.
         changed: Settings to change.
-
-    Attributes:
-        parameter: The copy; values that are not finite are 0 in it.
     """
 
     def __init__(self, again: _Again, dtype: torch.dtype, **changed: Any) -> None:
-        optimizer, parameter, held = again.optimizer, again.parameter, again.held
-        before = held(parameter)
+        self._again, parameter = again, again.parameter
+        before = again.held(parameter)
         value = (parameter.detach() if before is None else before).to(dtype, copy=True)
         value[~value.isfinite()] = 0
-        self.parameter = nn.Parameter(value)
+        self._parameter = nn.Parameter(value)
         given = torch.zeros_like(value) if again.gradient is None else again.gradient
-        self.parameter.grad = given.to(dtype, copy=True)
-        self._optimizer = copy.copy(optimizer)  # of which torch keeps no attributes
-        own = {k: v for k, v in vars(optimizer).items() if type(v) in ATOMS}
-        vars(self._optimizer).update(own)
+        self._gradient = given.to(dtype, copy=True)
+        self._parameter.grad = self._gradient.clone()
+        found = (each for _, each in optimizers_in(again.optimizer))
+        own = [each for each in found if isinstance(each, Optimizer)]
+        twins = dict[int, Any]()  # by the identity of what they stand for
+        for each in own:
+            twins[id(each)] = twin = type(each).__new__(type(each))
+            Optimizer.__setstate__(twin, {"defaults": dict(each.defaults)})
+            step = type(each).step
+            vars(twin)["step"] = MethodType(getattr(step, "__wrapped__", step), twin)
+            if id(each.param_groups) not in twins:
+                twins[id(each.param_groups)] = self._groups_of(each, changed)
+            if id(each.state) not in twins:
+                state = {self._parameter: self._state_of(each, dtype)}
+                twins[id(each.state)] = defaultdict(dict, state)
+        for each in own:
+            for name, value in again.attributes(each).items():
+                if id(value) in twins or type(value) in ATOMS:
+                    vars(twins[id(each)])[name] = twins.get(id(value), value)
+        self._optimizer = twins[id(again.optimizer)]
+
+    def _groups_of(
+        self, optimizer: Optimizer, changed: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """The group of the parameter alone, of which the first optimizer's is known."""
+        again, place = self._again, group_of(optimizer, self._again.parameter)
+        if place is None:
+            return []
+        is_first = optimizer is again.optimizer
+        group = again.group if is_first else optimizer.param_groups[place]
+        return [{**group, **changed, "params": [self._parameter]}]
+
+    def _state_of(self, optimizer: Optimizer, dtype: torch.dtype) -> dict[str, Any]:
+        """Copies of the parameter's state before the step, as far as that is known."""
+        parameter, held = self._again.parameter, self._again.held
         kept = dict(optimizer.state.get(parameter, {}))
-        if before is not None:
+        if held(parameter) is not None:
             # State of which nothing is held was made in that step.
             parts = {k: v for k, v in kept.items() if isinstance(v, torch.Tensor)}
             old = {key: held(each) for key, each in parts.items()}
             known = {key: each for key, each in old.items() if each is not None}
             kept = {**kept, **known} if known or not old else {}
-        state = {k: _copied(v, parameter.dtype, dtype) for k, v in kept.items()}
-        settings = {key: each for key, each in again.group.items() if key != "params"}
-        group = {**settings, **changed, "params": [self.parameter]}
-        self._optimizer.param_groups = [group]
-        self._optimizer.state = defaultdict(dict, {self.parameter: state})
+        return {k: _copied(v, parameter.dtype, dtype) for k, v in kept.items()}
 
     def step(self) -> None:
         """Makes the class's own step, without hooks."""
-        step: Any = type(self._optimizer).step
+        step = self._optimizer.step
+        closure = [self._loss] if _needs_closure(step) else []
         with torch.no_grad(), with_torch_function():  # which is off in hooks of ours
-            getattr(step, "__wrapped__", step)(self._optimizer)
+            step(*closure)
+
+    def _loss(self) -> Any:
+        """The closure: it has called backward, and its loss can call it as well."""
+        self._parameter.grad = self._gradient.clone()
+        with torch.enable_grad():
+            loss: Any = (self._parameter * self._gradient).sum()
+        loss.register_hook(lambda _: setattr(self._parameter, "grad", None))
+        return loss
+
+    @property
+    def part(self) -> torch.Tensor:
+        """The copy of what is looked at."""
+        return self._again.part(self._optimizer, self._parameter)
 
     def is_finite_after_step(self) -> bool:
         """Makes the step; True if the copy is finite then."""
         self.step()
-        return bool(self.parameter.isfinite().all())
+        return bool(self.part.isfinite().all())
+
+
+def _needs_closure(step: Any) -> bool:
+    """True for a step that cannot be made without a closure, such as SAM's."""
+    closure = inspect.signature(step).parameters.get("closure")
+    return closure is not None and closure.default is closure.empty
 
 
 def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
@@ -259,20 +333,32 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
     Args:
         again: The step.
         place: The place of the parameter's group.
-        found: What is said of the parameter so far.
+        found: What is said of the parameter so far, which gets a note if no copy of
+            the optimizer can make the step.
     """
+    try:
+        return _explained(again, place, found)
+    except Exception as error:
+        _log.debug("The step of an optimizer was not made again: %s", error)
+        found.notes.append(_NOT_AGAIN)
+        return None
+
+
+def _explained(again: _Again, place: int, found: Explanation) -> Explanation | None:
+    """See `_made_again()`."""
     optimizer, group, parameter = again.optimizer, again.group, again.parameter
     twin = _Twin(again, parameter.dtype)
     table = OpTable([])
     with OpTrace({}, table), TorchCalls() as calls:
         twin.step()
-    bad = ~twin.parameter.isfinite()
-    if not bool((bad & ~parameter.detach().isfinite()).any()):
+    now = again.part(optimizer, parameter)
+    bad, is_bad_now = ~twin.part.isfinite(), ~now.isfinite()
+    if not bool((bad & is_bad_now).any()):
         return None
     wrong = nonfinite_in(group)
     if wrong:
         return _by_settings(optimizer, place, wrong, again.given, found)
-    root_op = trace_back(table.sources(twin.parameter))
+    root_op = trace_back(table.sources(twin.part))
     made = None if root_op is None else root_op.source
     if not isinstance(made, OpCall):
         return None
@@ -281,7 +367,7 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
     ran = made.details.op if made.details else None
     if ran is not None and len(ran.operands) > 1 and again.held(parameter) is None:
         ran = replace(ran, operands=[])  # the weight may be one, which is 0 in a copy
-    num, most = int(bad.sum()), int((~parameter.detach().isfinite()).sum())
+    num, most = int(bad.sum()), int(is_bad_now.sum())
     found = replace(
         found,
         phase="optimizer",
@@ -289,15 +375,15 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
         module="",
         op=op_at(made.name, made.sites, ran),
     )
-    dtype = dtype_name(parameter.dtype)
+    dtype = dtype_name(now.dtype)
     width = f"in float64 it is finite: a number is 0 or inf in {dtype}" * is_finite
     width = beyond or width
     eps, own = "", group.get("eps")
-    if isinstance(own, float) and not float(torch.tensor(own, dtype=parameter.dtype)):
+    if isinstance(own, float) and not float(torch.tensor(own, dtype=now.dtype)):
         eps = f"eps={own:g} is 0 in {dtype}" * is_finite
         if eps:
             found.cause, width = UNDERFLOW.name, f"in float64 it is finite: {eps}"
-        other = _EPS.get(parameter.dtype, 1e-8)
+        other = _EPS.get(now.dtype, 1e-8)
         remedy = Remedy(
             f"use eps={other:g} instead of {own:g}{again.how_tried}",
             f"{type(optimizer).__name__}(..., eps={other:g})",

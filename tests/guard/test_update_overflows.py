@@ -439,6 +439,138 @@ def test_a_gradient_of_0_that_an_optimizer_divides_by_is_seen_in_its_step():
         assert guard.num_skipped == 1
 
 
+class OfBase(torch.optim.Optimizer):
+    """Has another optimizer make its steps, whose groups, or state, it shares."""
+
+    def __init__(self, params, base=Rescaled):
+        super().__init__(params, {})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+        self.num_steps = 0
+
+    def step(self):
+        self.base.step()
+        self.num_steps += 1
+
+
+class Normalizes(OfBase):
+    """Keeps a direction in each second step, of a gradient at weights that it moves."""
+
+    def __init__(self, params):
+        super().__init__(params, lambda groups: torch.optim.SGD(groups, lr=1e-2))
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            if self.num_steps % 2 == 0:
+                p.add_(p.grad, alpha=1e-3)
+        if self.num_steps % 2 == 0:
+            torch.enable_grad()(closure)()
+        for p in self.param_groups[0]["params"]:
+            if self.num_steps % 2 == 0:
+                self.state[p]["direction"] = p.grad / p.grad.norm()
+            else:
+                p.grad.add_(self.state[p]["direction"], alpha=1e-3)
+        super().step()
+
+
+def of_base_steps(kind, scales, guarded):
+    """Makes steps; returns the model, the optimizer and the report, if there is one."""
+    model, optimizer = make(kind)
+    given = torch.ones(3, 4)
+
+    def closure(scale):
+        optimizer.zero_grad()
+        loss = (model(given) * scale).sum()
+        loss.backward()
+
+    guard = OverflowGuard(model, optimizer, "warn") if guarded else None
+    for scale in scales:
+        closure(scale)
+        closures = [lambda scale=scale: closure(scale)] * (kind is Normalizes)
+        optimizer.step(*closures)
+    report = None
+    if guard is not None:
+        report = guard.last_report
+        guard.remove()
+    return model, optimizer, report
+
+
+@pytest.mark.explains
+@pytest.mark.parametrize(
+    ("kind", "kind_of_first", "line"),
+    [
+        (OfBase, "weight", "ratio = p.norm() / mean.norm()"),
+        (
+            Normalizes,
+            "optimizer_state",
+            'self.state[p]["direction"] = p.grad / p.grad.norm()',
+        ),
+    ],
+)
+def test_a_step_with_a_base_or_a_closure_is_made_again_on_copies(
+    kind, kind_of_first, line
+):
+    scales = [1.0, 1.0, 1.0, 1.0, 0.0]
+    model, optimizer, report = of_base_steps(kind, scales, guarded=True)
+    assert report.step == 4 and report.verdict.first.kind == kind_of_first
+    found = report.explanation
+    assert (found.cause, found.op.code) == ("undefined", line)
+    assert found.remedies[0].is_finite
+    is_late = "with the gradients that it has left" in found.evidence[-1]
+    assert is_late == (kind is Normalizes)
+    # What was made again has written to nothing of the program's.
+    alone, others, _ = of_base_steps(kind, scales, guarded=False)
+    assert_same(state_of(model, optimizer.base), state_of(alone, others.base))
+    assert_same(state_of(model, optimizer), state_of(alone, others))
+
+
+class KeepsFirst(Squares):
+    """Keeps the gradient that it begins with, in a narrow dtype."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["first"] = p.grad.half()
+            p.add_(p.grad, alpha=1e-3)
+        torch.enable_grad()(closure)()
+
+
+def test_what_was_doubted_at_the_start_of_a_step_is_judged_at_its_end():
+    model, optimizer = make(KeepsFirst)
+
+    def closure(scale):
+        optimizer.zero_grad()
+        (model(torch.ones(3, 4)) * scale).sum().backward()
+
+    with OverflowGuard(model, optimizer, "skip", explain=False) as guard:
+        for scale in (1.0, 1.0, 1.0, 1e5):
+            closure(scale)
+            optimizer.step(lambda: closure(1.0))
+        assert guard.num_skipped == 1 and guard.last_report.step == 3
+        assert optimizer.state[model.weight]["first"].isfinite().all()
+
+
+class HalfOfClosure(InHalf):
+    """Calls backward itself, of the loss that its closure returns."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+        torch.enable_grad()(closure)().backward()
+        super().step()
+
+
+@pytest.mark.explains
+def test_a_closure_that_is_made_again_has_the_gradient_once():
+    model, optimizer = make(HalfOfClosure)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        optimizer.step(lambda: (model(torch.ones(3, 4)) * 1e5).sum())
+        # It is judged before its backward.
+        assert guard.last_report.explanation.reason.startswith("300000 is beyond")
+
+
 class RescaledRows(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):

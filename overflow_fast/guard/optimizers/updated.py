@@ -120,7 +120,9 @@ def explain_update(
             found.cause = RANGE_OVERFLOW.name
             given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
     found.evidence.append(given)
-    if found.cause != UNKNOWN.name or first.kind != "weight":
+    if found.cause != UNKNOWN.name:
         return found
-    made: Explanation = outer("update")(optimizer, parameters[name], found, kept.held)
+    state = first.fqn.removeprefix(name)
+    how = optimizer, parameters[name], state, kept
+    made: Explanation = outer("update")(*how, found)
     return made

@@ -63,6 +63,10 @@ class ObjectContents:
         self.name, self._value, self.access = name, value, access
         self.before = self.now()
 
+    def are_attributes_of(self, value: Any) -> bool:
+        """True for what an object has as attributes."""
+        return self._value is value and self.access is ATTRIBUTES
+
     def now(self) -> list[Any]:
         """Reads them now."""
         return self.access.read(self._value)

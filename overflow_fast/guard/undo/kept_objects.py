@@ -114,6 +114,12 @@ class KeptObjects:
         """The number of values that all containers hold together."""
         return sum(len(e.before) for e in self.kept if isinstance(e, ObjectContents))
 
+    def attributes(self, value: Any) -> dict[str, Any]:
+        """The attributes that an object had; none where that is not known."""
+        contents = (each for each in self.kept if isinstance(each, ObjectContents))
+        found = (each for each in contents if each.are_attributes_of(value))
+        return next((dict(pairs(each.before)) for each in found), {})
+
     def restore(self) -> list[tuple[str, str]]:
         """Makes all objects hold what they held.
 

@@ -50,6 +50,10 @@ class OptimizerSnapshot:
         kept = (each for _, each in self._tensors if each.tensor is tensor)
         return next((each.copied for each in kept), None)
 
+    def attributes(self, optimizer: Any) -> dict[str, Any]:
+        """Returns the attributes that an optimizer had, such as counters."""
+        return self._objects.attributes(optimizer)
+
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""
         self._objects.restore()
@@ -79,6 +83,10 @@ class NoSnapshot:
 
     def held(self, tensor: torch.Tensor) -> None:
         """Returns None: nothing is copied."""
+
+    def attributes(self, optimizer: Any) -> dict[str, Any]:
+        """Returns none: nothing is kept."""
+        return {}
 
     def restore(self) -> None:
         """Does nothing."""
