@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..base.modules import stepped_by
 from ..base.text import dtype_name
 from ..base.tree import path_text, tensors
 from ..guard.optimizers.held_optimizers import optimizers_in
@@ -61,6 +62,10 @@ _BETWEEN = (
     "{} was finite when the step before was judged: the optimizer's step made it "
     "non-finite, or code that wrote to it since"
 )
+_BY_OTHERS = (
+    "{} was finite when the step before was judged, and no optimizer of the guard has "
+    "it: other code has written to it since"
+)
 _NOT_AGAIN = "The step could not be made again on a copy of its optimizer."
 _PUT = (
     "{} is another parameter than in the optimizer's last step{}: code outside of it "
@@ -90,7 +95,8 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
         step: The step.
         found: What is said of the weight so far.
     """
-    parameter = state_by_name(step.models)[found.tensor]
+    named = state_by_name(step.models)
+    parameter = named[found.tensor]
     found = Explanation(
         module=found.module,
         tensor=found.tensor,
@@ -104,6 +110,7 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
                 shape = f", of shape {list(parameter.shape)} in place of {list(before)}"
                 grown = shape * (parameter.shape != before)
                 held = summary_of(parameter.detach()).nonfinite_text()
+                grown += _in_new_rows(~parameter.detach().isfinite(), before)
                 put = _PUT.format(found.tensor, grown, held)
                 found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
                 return replace(found, evidence=[put], notes=[REPLACED])
@@ -116,7 +123,19 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
             if made is None:
                 _add_bad_state(optimizer, parameter, found)
             return made or found
+    own = set(map(id, named.values()))
+    if all(own.intersection(map(id, stepped_by(o))) for o in step.optimizers):
+        # None steps copies, as an engine's does.
+        found.evidence = [_BY_OTHERS.format(found.tensor)]
     return found
+
+
+def _in_new_rows(bad: torch.Tensor, before: torch.Size) -> str:
+    """That all bad values are in rows that the parameter before it did not have."""
+    is_longer = bad.shape[1:] == before[1:] and bad.shape[:1] > before[:1]
+    if not is_longer or bool(bad[: before[0]].any()):
+        return ""
+    return f", non-finite in its new rows alone, from row {before[0]} (from 0) on"
 
 
 def explain_seen_update(

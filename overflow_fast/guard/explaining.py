@@ -256,11 +256,13 @@ class Explaining:
         """The explainer of a forward without autograd, which no step keeps."""
         assert isinstance(unit.call, HeldCall)
         call, start = unit.call.again([])
-        config, _, _, make_watches, *_ = self._arguments
+        config, _, _, *others, _ = self._arguments
         first = unit.frames[0]
         kept = KeptCalls([call], start, {id(first.watch): first.frame.batch})
-        explainer: Explainer = kept.explainer(config, [first.watch], make_watches)
-        return explainer
+        made: Explainer = outer("explainer")(
+            *(config, [first.watch], kept, *others, False)
+        )
+        return made
 
     def _loaded(self) -> Explainer:
         if self._explainer is None:

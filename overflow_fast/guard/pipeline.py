@@ -57,13 +57,15 @@ from .optimizers.updates import kept_step
 from .raised_steps import RaisedSteps
 from .ranks.agreement import Agreement
 from .report.coverage import GuardCoverage
+from .report.entry_words import what_of
 from .report.report import NonFiniteError, Report
 from .step_clock import StepClock
 from .undo.optimizer import NoSnapshot, OptimizerSnapshot
 from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .unseen_loss import UnseenLoss
-from .verdict.bad_frames import take_evaluated
+from .verdict.attribution import bad_entry
+from .verdict.bad_frames import BadFrame, in_order, take_evaluated
 from .verdict.rules import Rules
 from .watching.evaluation import Evaluation
 from .watching.watch import ModelWatch
@@ -306,6 +308,8 @@ class Pipeline:
         if self.evaluation is not None:
             unit.policy = "warn"
             unit.notes.append(self.evaluation.text(watch.evaluated, model))
+        if any(each.bad_weights for each in unit.frames):
+            unit.notes += _seen_before(self.collector.watches)
         unit.call = self.evaluated.of(unit.frames[0])
         self.judge.judge(unit)
 
@@ -692,3 +696,16 @@ class Pipeline:
             rules_unused,
             self._ignores_spikes,
         )
+
+
+def _seen_before(watches: Sequence[ModelWatch]) -> list[str]:
+    """Says which gradient of an output was bad in the step at hand, before weights.
+
+    What the program makes of gradients itself, and writes to weights, no step shows.
+    """
+    waiting = [BadFrame(w, frame) for w in watches for frame in w.frames.waiting()]
+    first = next(iter(in_order(waiting)), None)
+    if first is None or not first.is_backward:
+        return []
+    what = what_of(bad_entry(first, first.bad_entries[0]))
+    return [f"Before that, in the step at hand, a gradient was non-finite: {what}."]

@@ -12,8 +12,16 @@ from overflow_fast import NonFiniteError, OverflowGuard
 INF, NAN = math.inf, math.nan
 
 
-def run(make, before_step=lambda optimizer, step: None, after=lambda *given: None):
+def run(*given, **named):
     """Trains; returns the explanation of the step that raises."""
+    report = report_of(*given, **named)
+    return None if report is None else report.explanation
+
+
+def report_of(
+    make, before_step=lambda optimizer, step: None, after=lambda *given: None
+):
+    """Trains; returns the report of the step that raises."""
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     optimizer = make(model)
@@ -27,7 +35,7 @@ def run(make, before_step=lambda optimizer, step: None, after=lambda *given: Non
             optimizer.zero_grad()
             after(optimizer, step, model)
     except NonFiniteError as error:
-        return error.report.explanation
+        return error.report
     finally:
         guard.remove()
     return None
@@ -149,6 +157,53 @@ def test_a_finite_state_is_not_blamed():
     assert not found.notes
 
 
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("is_evaluated", [True, False])
+def test_a_weight_that_other_code_writes_after_its_step(is_evaluated, has_optimizer):
+    """A forward without autograd that finds it says what a step says."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    optimizer = sgd(model if has_optimizer else model[0])
+    guard = OverflowGuard(model, optimizer)
+    x = torch.ones(3, 4)
+    with pytest.raises(NonFiniteError) as error:
+        for _ in range(3):
+            guard.run(lambda: model(x).mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model[1].weight.mul_(NAN)
+        with torch.set_grad_enabled(not is_evaluated):
+            model(x).mean()
+        guard.check()
+    guard.remove()
+    report = error.value.report
+    assert (report.moment == "evaluation") == is_evaluated
+    evidence = str(report.explanation.evidence)
+    assert ("risen by 1" in evidence) == has_optimizer
+    assert ("no optimizer of the guard has it" in evidence) != has_optimizer
+    assert ("the optimizer's step made it" in evidence) == has_optimizer
+
+
+def test_a_gradient_that_was_bad_before_a_weight_that_no_step_writes():
+    actor = nn.Sequential(nn.Linear(4, 2), nn.Tanh())
+    critic = nn.Linear(4, 1)
+    models = nn.ModuleDict({"actor": actor, "critic": critic})
+    guard = OverflowGuard(models, sgd(critic), "warn", explain=False)
+    x = torch.ones(3, 4)
+    for is_last in (False, True):
+        assert guard.last_report is None
+        loss = actor(x).mean() * (NAN if is_last else 1.0)
+        gradient = torch.autograd.grad(loss, [actor[0].weight])[0]
+        with torch.no_grad():
+            actor[0].weight -= gradient
+            actor(x)
+    text = str(guard.last_report)
+    guard.remove()
+    assert guard.last_report.moment == "evaluation"
+    assert "Before that, in the step at hand, a gradient was non-finite: `gr" in text
+    assert "holds 6 nan" in text
+
+
 class Counts(Assembled):
     """Has a weight that may be -inf: then its sigmoid is 0."""
 
@@ -184,3 +239,16 @@ def test_a_weight_of_the_program_s_own_between_two_steps(change, value):
     assert is_other == (change != "written")
     assert is_other == ("load a checkpoint" not in text)
     assert ("[8] in place" in text) == (change == "grown")
+    assert ("in its new rows alone, from row 6" in text) == (change == "grown")
+    assert ("last seen finite" in text) != is_other
+
+
+def test_a_weight_that_was_replaced_is_not_said_to_come_from_a_step():
+    def put(optimizer, step, model):
+        if step == 1:
+            model.weight = nn.Parameter(torch.full((2, 4), INF))
+            optimizer.param_groups[0]["params"][0] = model.weight
+
+    report = report_of(sgd, after=put)
+    assert "weight is another parameter than" in str(report)
+    assert "came from an optimizer step" not in str(report)

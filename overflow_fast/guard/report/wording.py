@@ -185,12 +185,12 @@ class ReportText:
         return [f"What to try: {advice}."] if advice else []
 
     def _details(self) -> list[str]:
-        cost = cost_sentences(self.report.cost)
+        cost, before = cost_sentences(self.report.cost), self.verdict.headroom
         if self.verdict.first is None:
             return cost
         return [
             *share_sentences(self.verdict.first),
-            *headroom_sentences(self.verdict.headroom),
+            *(headroom_sentences(before) if not self._is_noted(REPLACED) else ()),
             *least_sentences(self.report.least_headroom),
             *gradient_sentences(self.verdict),
             *self.report.not_covered,
@@ -206,6 +206,8 @@ class ReportText:
         found = self.explanation
         if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
+        if self._is_noted(REPLACED):
+            return ""  # of the one that was replaced the hooks know, not of this one
         if self._is_noted(NOT_REDUCED):
             return ""  # a replay leaves what ranks make together, which the note says
         if not self._is_told:

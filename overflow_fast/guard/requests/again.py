@@ -141,7 +141,8 @@ class Replays:
         begin = perf_counter()
         with self._unlocked(), self.share.spending(), self.gate.alone() as is_alone:
             if is_alone:
-                yield kept.explainer(self.config, watches, self._new_watches)
+                own = self.config, watches, kept, self._new_watches
+                yield outer("explainer")(*own, list, LastSteps(), False)
             else:
                 yield None
         self._on_spent(perf_counter() - begin)
@@ -163,16 +164,6 @@ class KeptCalls:
         first_batches: Mapping[int, int],
     ) -> None:
         self.calls, self.start, self.first_batches = calls, start, first_batches
-
-    def explainer(
-        self,
-        config: GuardConfig,
-        watches: list[ModelWatch],
-        new_watches: Callable[[], list[ModelWatch]],
-    ) -> Any:
-        """Makes the explainer of the calls; see `Replays` and `Replays.explainer()`."""
-        own = config, watches, self, new_watches
-        return outer("explainer")(*own, list, LastSteps(), False)
 
 
 class RequestAgain:

@@ -86,11 +86,16 @@ class UnjudgedFrames:
             return None
         self.send()
         self.receive(is_lagged=False)
-        self._take(lambda frame: False)  # all stay
-        num_bad = len({frame.batch for frame in self._bad})
+        bad = self.waiting()
+        num_bad = len({frame.batch for frame in bad})
         if 2 * num_bad < MANY_LEFT_OUT or not self.is_first_told():
             return None
-        return self._bad[0]
+        return bad[0]
+
+    def waiting(self) -> list[_C.Frame]:
+        """The bad frames that have arrived, and wait for a judgement."""
+        self._take(lambda frame: False)  # all stay
+        return list(self._bad)
 
     @contextlib.contextmanager
     def evaluated(self, batch: int) -> Iterator[None]:
