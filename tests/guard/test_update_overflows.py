@@ -551,6 +551,29 @@ def test_what_was_doubted_at_the_start_of_a_step_is_judged_at_its_end():
         assert optimizer.state[model.weight]["first"].isfinite().all()
 
 
+class DirectionOnce(Squares):
+    """Keeps a direction in the first of all steps, those of copies included."""
+
+    num_steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            if not DirectionOnce.num_steps:
+                self.state[p]["direction"] = p.grad / p.grad.norm()
+        DirectionOnce.num_steps += 1
+
+
+@pytest.mark.explains
+def test_a_step_that_is_made_again_without_the_state_is_not_said_to_fail():
+    model, optimizer = make(DirectionOnce)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        step(model, optimizer, 0.0)
+    found = guard.last_report.explanation
+    assert (found.cause, found.notes) == ("unknown", [])
+    assert DirectionOnce.num_steps == 2
+
+
 class HalfOfClosure(InHalf):
     """Calls backward itself, of the loss that its closure returns."""
 
