@@ -29,7 +29,7 @@ from .effects.rule import StoppedError
 from .news import news_of
 from .program_globals import changed_names, global_values
 from .questions import TREE
-from .replay_ranks import NotJoined, RankCoordinator
+from .replay_ranks import RankCoordinator
 from .search import Search
 
 _log = logging.getLogger("overflow_fast")
@@ -87,11 +87,8 @@ def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:
     try:
         search = Search(step, TREE, ranks)
         return search.run(), search.replayer.stopped
-    except NotJoined as error:
-        ranks.is_broken = True
-        found.notes.append(str(error))
     except Exception as error:
-        found.notes.append(notes.ENDED_EARLY.format(error_line(error)))
+        found.notes.append(ranks.note_end(error))
     return found, ""
 
 

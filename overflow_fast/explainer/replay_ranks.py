@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..base.text import error_line, numbered
 from ..guard.report.explanation import Explanation
+from ..guard.report.notes import ENDED_EARLY
 from ..torch_internals.module_internals import default_store
 from .effects.rule import StoppedError
 
@@ -157,9 +158,15 @@ class RankCoordinator:
             if not isinstance(self.receive(), Explanation):
                 raise NotJoined(f"Rank {self.rank} could not follow the replay.")
         except NotJoined as error:
-            self.is_broken = True
-            found.notes.append(str(error))
+            found.notes.append(self.note_end(error))
         return self.result or found
+
+    def note_end(self, error: Exception) -> str:
+        """The note on an error that has ended the explanation of this rank."""
+        if not isinstance(error, NotJoined):
+            return ENDED_EARLY.format(error_line(error))
+        self.is_broken = True
+        return str(error)
 
     def _exchange(self, value: Any) -> Mapping[int, Any]:
         if self.channel is None:

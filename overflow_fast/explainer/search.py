@@ -39,7 +39,7 @@ from .remedies.failure import Failure
 from .remedies.patches import ScaledWeights
 from .remedies.trials import loss_of, losses_of
 from .replay_check import Difference, ReplayCheck
-from .replay_ranks import BEGIN, GIVEN, NotJoined, OnRank, RankCoordinator
+from .replay_ranks import BEGIN, GIVEN, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
 from .sentinel import Sentinel, sentinel_in
@@ -261,8 +261,17 @@ class Search:
             assert found is not None  # the last question has an answer
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])
+        try:
+            found.evidence += usual
+            self._find_details(found, root_op, place)
+        except Exception as error:  # the operation is known all the same
+            found.notes.append(self._ranks.note_end(error))
+        return found
+
+    def _find_details(self, found: Explanation, root_op: RootOp, place: int) -> None:
+        """Finds what else there is to say of an origin, and tries remedies."""
+        traced = self.traced
         self._note_reached(root_op)
-        found.evidence += usual
         self._find_lost_value(found, root_op)
         is_outside = traced.has_mask and not self.replayer.returns_loss
         if is_outside and traced.bad_gradients and found.op and not found.op.file:
@@ -272,22 +281,17 @@ class Search:
         self._name_ranks(found)
         if self.difference is not None:
             found.notes.append(notes.OTHER_STEP.format(self.difference))
-        try:
-            if found.is_overflow:
-                self._test_growth(found)
-            self._name_forward(found, place)
-            others = find_sample(
-                *(found, root_op, self.replayer, place, self.budget.allows, traced)
-            )
-            is_step = len(self.replayer.calls) == 1 and not self._has_tail
-            if others is not None and is_step and not traced.is_clean:
-                self._others = others
-            self._find_sentinel(found, place)
-            self.try_remedies(found, root_op, traced, place)
-        except NotJoined as error:  # the operation is known all the same
-            self._ranks.is_broken = True
-            found.notes.append(str(error))
-        return found
+        if found.is_overflow:
+            self._test_growth(found)
+        self._name_forward(found, place)
+        others = find_sample(
+            *(found, root_op, self.replayer, place, self.budget.allows, traced)
+        )
+        is_step = len(self.replayer.calls) == 1 and not self._has_tail
+        if others is not None and is_step and not traced.is_clean:
+            self._others = others
+        self._find_sentinel(found, place)
+        self.try_remedies(found, root_op, place)
 
     def _usual_batch(self, traced: ReplayResult, call: Call) -> list[str]:
         """Notes which bad tensors of the batch were so in the last clean step, too."""
@@ -406,10 +410,9 @@ class Search:
             found.notes.append(notes.NOT_SMALLER)
         found.evidence.insert(0, growth.text)
 
-    def try_remedies(
-        self, found: Explanation, root_op: RootOp, traced: ReplayResult, place: int
-    ) -> None:
+    def try_remedies(self, found: Explanation, root_op: RootOp, place: int) -> None:
         """Tries remedies on what a replay with a table has shown."""
+        traced = self.traced
         assert traced.table is not None
         if isinstance(root_op.source, OpCall) and traced.table.carried:
             names = ", ".join(f"`{name}`" for name in traced.table.carried)

@@ -46,7 +46,7 @@ def sentinel_in(call: Call, sample: int) -> Sentinel | None:
     """
     for name, tensor, values in _with_samples(call, sample):
         own = values[sample]
-        if not own.numel() or not bool(own.isfinite().all()):
+        if own.is_complex() or not own.numel() or not bool(own.isfinite().all()):
             continue
         place = int(own.abs().flatten().argmax())
         number = float(own.flatten()[place])

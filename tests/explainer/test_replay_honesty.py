@@ -13,6 +13,7 @@ from remedied_files import module_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast.explainer import search
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -55,6 +56,16 @@ def test_gradients_that_clipping_has_spoiled():
     found = explained(model, lambda: model(x).pow(2).mean(), between=clip)
     assert (found.phase, found.cause) == ("", "unknown")
     assert "clipping" in found.notes[0]
+
+
+def test_an_error_in_a_detail_leaves_what_is_known(monkeypatch):
+    monkeypatch.setattr(search, "sentinel_in", lambda *_: [][0])
+    model, x = net(), data()
+    x[1] = 1e30
+    found = explain(model, x, lambda x: model(x).pow(2).mean())
+    assert (found.op.name, found.op.line > 0) == ("aten.pow.Tensor_Scalar", True)
+    assert (found.cause, found.sample) == ("range overflow", 1)
+    assert "ended early: IndexError" in found.notes[-1]
 
 
 def test_one_bad_gradient_among_good_ones_is_a_fault():

@@ -70,6 +70,15 @@ def test_large_numbers_in_all_rows_are_none():
     assert "holds" not in str(explained(batch, Logarithm(3, 1)).evidence)
 
 
+def test_a_batch_of_complex_numbers_is_explained():
+    batch = torch.ones(4, 3, dtype=torch.complex64)
+    batch[2, 1] = 1j
+    model = nn.Linear(3, 1)
+    found = explain(model, batch, lambda batch: model(batch.real.log()).mean())
+    assert (found.op.name, found.sample) == ("aten.log", 2)
+    assert not found.notes
+
+
 class Logarithm(nn.Linear):
     def forward(self, x):
         return super().forward(x.log())
