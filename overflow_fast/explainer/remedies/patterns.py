@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
@@ -23,6 +24,9 @@ from ...torch_internals.tensor_internals import pytree
 from ..syntax import expression_of
 from ..torch_calls import SAME, TorchCall, Value
 from .rules import LOGS, Rule, named_numbers, safe_argument
+
+_LOG = re.compile(r"LOG\((\w)\)")
+_MOST_EPSILON = 1e-4  # chosen: more is a part of the sum
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Found:
     @property
     def code(self) -> str:
         """The expression as it is computed."""
-        return self.new.replace("LOG(y)", "LOG_y").replace("LOG(z)", "LOG_z")
+        return _LOG.sub(r"LOG_\1", self.new)
 
 
 def matched(
@@ -185,6 +189,8 @@ def _takes_name(name: str, leaf: Input, found: Found) -> bool:
         return False
     if name == "d" and isinstance(of, bool):
         return False
+    if name == "e" and not (type(of) is float and 0 < of <= _MOST_EPSILON):
+        return False
     if name in ("x", "a", "b", "c") and not is_tensor:
         return False
     if name in found.names:
@@ -220,13 +226,12 @@ _DEPTH = 12  # calls deep; chosen, not measured
 def _put_logs(found: Found, depth: int = _DEPTH) -> bool:
     """Fills in the `LOG`s of an expression; False if none is known by its making."""
     is_known = False
-    for name in ("y", "z"):
-        if f"LOG({name})" in found.new and name in found.names:
-            inner, is_inner = _log_of(found.names[name], depth)
-            found.names[f"LOG_{name}"] = inner
-            found.calls += inner.calls
-            found.text = found.text or inner.text
-            is_known |= is_inner
+    for name in dict.fromkeys(_LOG.findall(found.new)):
+        inner, is_inner = _log_of(found.names[name], depth)
+        found.names[f"LOG_{name}"] = inner
+        found.calls += inner.calls
+        found.text = found.text or inner.text
+        is_known |= is_inner
     return is_known
 
 

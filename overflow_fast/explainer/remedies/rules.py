@@ -1,9 +1,10 @@
 """The remedies of torch calls, as a table: a pattern, and what is computed instead.
 
 Both are Python expressions. In a pattern, `x`, `a`, `b` and `c` stand for tensors, `n`
-for a number, `d` for dimensions, `k` for `keepdim`, and `y` and `z` for anything; `f`
-stands for any function that computes each element by itself. What is computed may call
-methods of these, torch's functions, and
+for a number, `e` for a small one that is added to keep a logarithm finite, `d` for
+dimensions, `k` for `keepdim`, and `y` and `z` for anything; `f` stands for any function
+that computes each element by itself. What is computed may call methods of these,
+torch's functions, and
 
 - `LOG(y)`: the logarithm of a value by how it was made, see `LOGS`;
 - `CALL(key=value)`: the call itself, with other keywords, none for None; `CALL(LOW)`
@@ -41,7 +42,7 @@ LOGS = {
     "softmax(x, d)": ("x.log_softmax(d)", "use log_softmax"),
     "sigmoid(x)": ("F.logsigmoid(x)", "use logsigmoid"),
     "1 - sigmoid(x)": ("F.logsigmoid(-x)", "use logsigmoid"),
-    "1 + exp(x)": ("F.softplus(x)", "use softplus"),
+    "1 + y": ("F.softplus(LOG(y))", "use softplus"),
     "exp(x) - 1": (_OF_EXPM1, _EXPM1),
     "expm1(x)": (_OF_EXPM1, _EXPM1),
     "1 - exp(x)": ("(-x.expm1()).log()", "use -expm1 instead of 1 - exp"),
@@ -64,7 +65,8 @@ LOGS = {
     "y ** n": ("n * LOG(y)", ""),
     "sqrt(y)": ("LOG(y) / 2", ""),
     "square(y)": ("2 * LOG(y)", ""),
-    "y + z": ("torch.logaddexp(LOG(y), LOG(z))", "use logaddexp"),
+    "y + e": ("LOG(y)", ""),
+    "a + b": ("torch.logaddexp(LOG(a), LOG(b))", "use logaddexp"),
 }
 # fmt: on
 
@@ -235,7 +237,7 @@ EXACT = _rules(
     ("log(y)", "LOG(y)", ""),
     ("log2(y)", "LOG(y) / 0.6931471805599453", ""),
     ("log10(y)", "LOG(y) / 2.302585092994046", ""),
-    ("log1p(exp(x))", "F.softplus(x)", "use softplus"),
+    ("log1p(y)", "F.softplus(LOG(y))", "use softplus"),
     ("x / norm(x, 2, d, True)", "F.normalize(x, dim=d)",
      _NORMALIZE, None, True),
     ("where(c, f(y), z)", "where(c, f(where(c, y, SAFE)), z)", _FIRST),
