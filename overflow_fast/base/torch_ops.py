@@ -33,6 +33,7 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # deviation        divides by the number of elements less a correction
 # difference       subtracts
 # divides          by its last argument
+# draws            draws numbers from a distribution, and no mask
 # each             computes each element by itself: `f` in the pattern of a remedy
 # empty            returns memory that nobody has written to
 # grows            is infinite only where it is large: it has no pole
@@ -57,9 +58,9 @@ from ..torch_internals.replaying import schema_defaults, schema_names, schema_of
 # whole            makes whole numbers of whole numbers
 Trait = Literal[
     "adds", "at_least_0", "bilinear", "casts", "commutes", "constant", "cuts",
-    "deviation", "difference", "divides", "each", "empty", "grows", "kink",
-    "leaves_out_nan", "linear", "measure", "moves", "nan_of_overflow", "normalizes",
-    "of_labels", "overwrites", "pivots", "product", "promotes", "random",
+    "deviation", "difference", "divides", "draws", "each", "empty", "grows",
+    "kink", "leaves_out_nan", "linear", "measure", "moves", "nan_of_overflow",
+    "normalizes", "of_labels", "overwrites", "pivots", "product", "promotes", "random",
     "reinterprets", "root", "same", "softmax", "tells", "whole",
 ]  # fmt: skip
 
@@ -237,10 +238,13 @@ _TABLE = (
      _op("reinterprets")),
     # What makes tensors, or writes to all of one.
     ("copy", _op("grows overwrites")),
-    ("rand rand_like", _op("at_least_0")),
-    ("fill zero set uniform normal exponential log_normal cauchy geometric",
-     _op("overwrites")),
-    ("bernoulli random _philox_normal _philox_uniform", _op("overwrites")),
+    ("fill zero set", _op("overwrites")),
+    ("rand rand_like", _op("at_least_0 draws")),
+    ("randn randn_like poisson", _op("draws")),
+    ("uniform normal exponential log_normal cauchy geometric",
+     _op("draws overwrites")),
+    ("_philox_normal _philox_uniform", _op("draws overwrites")),
+    ("bernoulli random", _op("overwrites")),
     ("_fill_mem_eff_dropout_mask", _op("overwrites")),
     ("resize_ resize_as_ _resize_output_", _op("empty overwrites")),
     ("empty empty_* new_empty* _empty_*", _op("empty")),

@@ -158,6 +158,8 @@ class _Walk:
 
     def _made(self, op: OpCall, made: Numbers) -> list[Maker]:
         """Finds what has made the numbers that an operation has written."""
+        if has(op.base, "draws"):
+            return [Maker(op, made, f"{self._named(op)} drew {made.spoken}")]
         given = self._read(op, made)
         if given is None:
             return []

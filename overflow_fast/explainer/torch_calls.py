@@ -41,6 +41,7 @@ SAME = {"self": "input", "x": "input", "ord": "p", "axis": "dim", "_stacklevel":
 BACKWARD = (torch.autograd.backward, torch.Tensor.backward, torch.autograd.grad)
 # From a torch call out to the program's own line; of a deeper call no line is known.
 _MOST_SITES = 8
+_MOST_BEFORE = 8  # calls before a failing one that may have made what it fails of
 # A call's name and, of each of its sites, file, function, first line, instruction: data
 # that is the same on each rank.
 Key = tuple[str, tuple[tuple[str, str, int, int], ...]]
@@ -256,6 +257,18 @@ class TorchCalls(TorchFunctionMode):
         for place, each in enumerate(tensors_among(result)):
             value = self._values[id(each)] = Value(each, call, place)
             call.results.append(value)
+
+
+def calls_before(call: TorchCall) -> list[TorchCall]:
+    """The calls that made its inputs, and those before them."""
+    found: list[TorchCall] = []
+    waiting = [value.call for value in call.inputs]
+    while waiting and len(found) < _MOST_BEFORE:
+        each = waiting.pop(0)
+        if each is not None and each not in found:
+            found.append(each)
+            waiting += [value.call for value in each.inputs]
+    return found
 
 
 def leaves(value: Any) -> Iterator[Any]:

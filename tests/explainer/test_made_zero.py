@@ -200,6 +200,19 @@ MADE = {
         r"`batch` has numbers below 0 there, down to -3",
         lambda: with_row(-4.0) - torch.tensor([[0.0], [3.0], [0.0], [-1.0], [0.0]]),
     ),
+    # By a draw.
+    "a normal draw": (
+        lambda x, y: y.mean() * torch.randn(5, 3).sort(0)[0].log(),
+        r"randn drew -[\d.]+",
+    ),
+    "a draw in place": (
+        lambda x, y: y / torch.empty(5, 3).uniform_(0, 0),
+        "uniform drew 0",
+    ),
+    "a draw by the batch": (
+        lambda x, y: y.mean() * torch.poisson(x.sigmoid() * 0).log(),
+        "poisson drew 0",
+    ),
     # By nothing in the step.
     "a row of the batch": (
         lambda x, y: (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1)),

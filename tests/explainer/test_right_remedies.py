@@ -946,11 +946,12 @@ def test_a_clamp_hides_what_is_plainly_outside_of_a_domain(name, as_kept):
 WITHIN = {
     "what is rounded": lambda y: (1 - y.square() * (1 + 1e-6)).log().sum(),
     "a root at its end": lambda y: (y - 3).sqrt().sum(),
+    "what is drawn": lambda y: (y * torch.normal(-1.0, 0.1, (3, 2))).log().sum(),
 }
 
 
 @pytest.mark.parametrize("name", WITHIN)
-def test_a_clamp_mends_what_rounding_makes_and_continues_a_root(name):
+def test_a_clamp_mends_what_is_rounded_or_drawn_and_continues_a_root(name):
     model = Holder()
     found = explain(model, torch.ones(3, 2), lambda x: WITHIN[name](x * model.w))
     assert any("clamp" in each.text and each.is_recommended for each in found.remedies)

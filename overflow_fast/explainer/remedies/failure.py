@@ -17,7 +17,7 @@ import torch
 
 from ...base.tensors import HALF
 from ...base.text import dtype_name
-from ...base.torch_ops import base_of
+from ...base.torch_ops import base_of, has
 from ...guard.report.causes import UNDEFINED
 from ...guard.report.explanation import Explanation
 from ..bounds import tolerance
@@ -29,7 +29,7 @@ from ..op_call import OpCall
 from ..op_table import OpTable
 from ..replayer import ReplayResult
 from ..sentinel import Sentinel
-from ..torch_calls import Key, TorchCall
+from ..torch_calls import Key, TorchCall, calls_before
 from ..trace_back import RootOp
 from .true_step import InFloat64, in_float64
 
@@ -182,10 +182,16 @@ class Failure:
 
     @property
     def beyond_pole(self) -> float:
-        """How far beyond a pole its argument is, if by more than rounding; else 0."""
+        """How far beyond a pole its argument is, if by more than rounding; else 0.
+
+        Of what was drawn any number is to be expected.
+        """
         op = self.found.op
         is_own = op is not None and len(op.operands) == 1 and not op.derivative
         if op is None or not is_own or self.found.cause != UNDEFINED.name:
+            return 0.0
+        before = [each for call in self.failing_calls for each in calls_before(call)]
+        if any(has(each.name, "draws") for each in before):  # which has no bound
             return 0.0
         distance = beyond_pole(base_of(op.name), op.operands[0])
         most = tolerance(call.dtype for call in self.failing_calls) * self.nearby

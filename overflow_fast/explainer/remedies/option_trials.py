@@ -26,10 +26,9 @@ from ...base.tree import layout
 from ...guard.report.remedy import Remedy
 from ..named_tensors import modules_by_name
 from ..replayer import Patch
-from ..torch_calls import TorchCall
+from ..torch_calls import TorchCall, calls_before
 from ..users_lines import Site
 from .failure import Failure
-from .rule_attempts import calls_before
 from .rules import named_numbers
 from .source import NotWrittenError, SourceText, node_at
 from .trials import Attempts, Trial, Trials

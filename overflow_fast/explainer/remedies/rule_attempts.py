@@ -17,7 +17,7 @@ from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
-from ..torch_calls import Key, TorchCall, Value
+from ..torch_calls import Key, TorchCall, Value, calls_before
 from .assigned import bounded_where_assigned
 from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
@@ -44,7 +44,6 @@ from .source import NOT_WRITTEN
 from .trials import Attempts, Trial, Trials, joined
 from .written import rule_edits, short_text
 
-_MOST_BEFORE = 8  # calls before the failing one that may have made what it fails of
 _MOST_BEHIND = 12
 _MOST_FAR = 2  # numbers that are tried where the true loss is known
 # Of the largest divisor of a call: what others seldom are below; chosen, not measured.
@@ -394,19 +393,7 @@ def _in_words(text: str, root: TorchCall, why: str) -> str:
     return whole if place else f"{whole}, which is not written out: {why}"
 
 
-# The calls before and behind one.
-
-
-def calls_before(call: TorchCall) -> list[TorchCall]:
-    """The calls that made its inputs, and those before them."""
-    found: list[TorchCall] = []
-    waiting = [value.call for value in call.inputs]
-    while waiting and len(found) < _MOST_BEFORE:
-        each = waiting.pop(0)
-        if each is not None and each not in found:
-            found.append(each)
-            waiting += [value.call for value in each.inputs]
-    return found
+# The calls behind one.
 
 
 def _behind(calls: Sequence[TorchCall], call: TorchCall) -> list[TorchCall]:

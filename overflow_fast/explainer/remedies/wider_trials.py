@@ -19,11 +19,10 @@ import torch
 from ...base.torch_ops import has, is_sum, op_of
 from ...guard.report.remedy import Remedy
 from ..replayer import Patch
-from ..torch_calls import Key, TorchCall, Value
+from ..torch_calls import Key, TorchCall, Value, calls_before
 from .call_patch import CallPatch, InWider
 from .edited_lines import remedy_of
 from .failure import Failure
-from .rule_attempts import calls_before
 from .source import NOT_WRITTEN
 from .trials import Attempts, Trial, Trials, in_wider
 from .wider_text import has_text, wider_edits, wider_text
