@@ -15,7 +15,7 @@ from .halving import Halving
 from .leaves import Leaf
 from .op_call import OpCall
 from .replayer import Replayer, ReplayResult, StepPart
-from .sentinel import outlier_in, sentinel_in
+from .sentinel import outliers_in, sentinel_in
 from .tensor_kinds import as_wide, is_float
 from .trace_back import RootOp
 
@@ -83,7 +83,7 @@ def find_sample(
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
         if is_of_size and sentinel_in(call, index) is None:
-            outlier = outlier_in(call, index)
+            outlier = next(outliers_in(call, index), None)
         text = "" if outlier is None else outlier.text
         found.sample = Sample.of(index, dataset, text)
     return others

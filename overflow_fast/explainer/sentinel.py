@@ -109,8 +109,8 @@ class Outlier:
         return float(f"{1.5 * self.most:.0e}")
 
 
-def outlier_in(call: Call, sample: int) -> Outlier | None:
-    """Finds the tensor in which a sample is far larger than all others, or None.
+def outliers_in(call: Call, sample: int) -> Iterator[Outlier]:
+    """Yields the tensors in which a sample is far larger than all others.
 
     Args:
         call: The call that failed because of the sample.
@@ -122,8 +122,7 @@ def outlier_in(call: Call, sample: int) -> Outlier | None:
         others[sample] = 0
         most = float(others.max())
         if math.isfinite(own) and OUTLIER.is_passed(own, most):
-            return Outlier(name, own, most)
-    return None
+            yield Outlier(name, own, most)
 
 
 def _what(number: float, most: float, dtype: torch.dtype) -> str | None:

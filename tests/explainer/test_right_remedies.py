@@ -393,6 +393,16 @@ def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
     assert clamp.code in str(found) or drop.code in str(found)
 
 
+def test_a_sample_whose_target_is_as_large_is_left_out_and_not_clamped():
+    model = nn.Linear(2, 1)
+    x, y = torch.randn(6, 2), torch.randn(6, 1)
+    x[3] *= 1e6
+    y[3] *= 1e6
+    found = explain(model, (x, y), lambda b: (model(b[0]).abs().exp() - b[1]).sum())
+    (drop,) = [each for each in found.remedies if each.is_of_data]
+    assert "leave out samples" in drop.text and drop.is_finite
+
+
 def test_a_failing_sample_that_is_no_larger_is_left_out_in_words(as_kept):
     model = nn.Linear(2, 1, bias=False)
     x = torch.ones(4, 2)

@@ -15,7 +15,7 @@ from ...base.tree import tensors
 from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..replayer import Patch
-from ..sentinel import outlier_in
+from ..sentinel import outliers_in
 from ..tensor_kinds import is_float
 from .failure import Failure
 from .patches import (
@@ -79,20 +79,20 @@ def without_sample(
     sample, call = failure.found.sample, trials.replayer.calls[failure.place]
     if sample is None or failure.found.phase == "data":
         return
-    outlier = outlier_in(call, sample) if sample.outlier else None
+    outliers = [*outliers_in(call, sample)] if sample.outlier else []
     again = " (the next such one does it again)"
     text, code = f"leave sample {int(sample)} out of this batch{again}", ""
-    if outlier is None and (failure.has_drifted or failure.num_near > 1):
+    if not outliers and (failure.has_drifted or failure.num_near > 1):
         return
-    if outlier is not None:
-        name, bound = outlier.name, outlier.bound
+    if outliers:
+        name, bound, usual = outliers[0].name, outliers[0].bound, outliers[0].usual
         text = f"leave out samples whose `{name}` is above {bound:g} in magnitude"
         mask = f"{name}.abs().reshape(len({name}), -1).amax(1) <= {bound:g}"
         code = _dropping_code(call, mask)
-        usual = outlier.usual
         words = f"clamp `{name}` to {usual:g} in magnitude"
         patch = ChangedTensor(failure.place, name, -usual, usual)
-        yield _changing(words, name, "clamp", f"-{usual:g}, {usual:g}", patch)
+        if len(outliers) == 1:  # else what belongs to it stays as large
+            yield _changing(words, name, "clamp", f"-{usual:g}, {usual:g}", patch)
     yield Trial(Remedy(text, code, is_of_data=True), without)
 
 
