@@ -224,3 +224,27 @@ def test_another_failure_is_sought_besides_what_changes_the_most_calls(tmp_path)
     best = found.remedies[0]
     assert best.is_recommended and best.kind == "code", found
     assert len(best.parts) == 4 and best.code.count("1e-8") == 5
+
+
+class Small(nn.Module):
+    """Gives numbers that float16 has, and not the slope of a logarithm there."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.full((3, 4), 1.5e-6).half())
+
+    def forward(self, x):
+        return x * self.w
+
+
+@pytest.mark.parametrize(
+    "function", [lambda y: y.log().sum(), lambda y: 0.01 * y.rsqrt().sum()]
+)
+def test_a_part_that_is_not_needed_is_none_of_a_remedy(function):
+    model, x = Small(), torch.ones(3, 4).half()
+    found = explain(model, x, lambda x: function(model(x)))
+    whole = "use bfloat16 for the model and its inputs"
+    (first,) = (each for each in found.remedies if whole in each.text)
+    assert first.text == whole and first.is_recommended
+    # No number is left out: what is as it was is no trial.
+    assert "leave values out" not in str(found)

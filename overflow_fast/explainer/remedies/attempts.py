@@ -306,11 +306,14 @@ def _try_alone(trials: Trials) -> None:
 
     A change of what made a bad number may do without one of what was given it.
     """
-    helped = [each.trial for each in trials.tried if each.remedy.is_recommended]
+    helped = [each for each in trials.tried if each.remedy.is_recommended]
     trials.go_on(AppliedPatches())
     may_try = helped and trials.allow(1) and trials.may_run()
-    if may_try and trials.attempt(helped[0]):
-        trials.tried.insert(0, trials.tried.pop())  # the first of those as good
+    if may_try and trials.attempt(helped[0].trial):
+        alone = trials.tried.pop()
+        if _rank(alone.remedy) <= _rank(helped[0].remedy):
+            trials.tried.remove(helped[0])
+        trials.tried.insert(0, alone)  # the first of those as good
 
 
 # What is tried, in order.

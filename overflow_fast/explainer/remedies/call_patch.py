@@ -89,6 +89,7 @@ class CallPatch(Patch):
     Attributes:
         changes: The changes; of each key one.
         num_applied: How often each was made in runs of this process, by its place.
+        num_idle: How often of these it was the call itself that was computed.
         moved: The largest change of a result that is finite without it, relative to
             the largest of the call, in the calls that it was made for, by its place.
         near_zero: The calls behind the first change that divide by what is near 0, each
@@ -99,6 +100,9 @@ class CallPatch(Patch):
 
     changes: tuple[Change, ...]
     num_applied: collections.Counter[int] = field(
+        default_factory=collections.Counter, compare=False
+    )
+    num_idle: collections.Counter[int] = field(
         default_factory=collections.Counter, compare=False
     )
     moved: dict[int, float] = field(default_factory=dict, compare=False)
@@ -113,8 +117,9 @@ class CallPatch(Patch):
 
     @property
     def is_applied(self) -> bool:
-        """True if each change was made."""
-        return all(self.num_applied[i] for i in range(len(self.changes)))
+        """True if each change was made, and not all of them left all as it was."""
+        are_made = all(self.num_applied[i] for i in range(len(self.changes)))
+        return are_made and self.num_idle != self.num_applied
 
     @property
     def leaves_finite(self) -> bool:
@@ -162,6 +167,7 @@ class ChangedCalls(TorchCalls):
             self._patch.num_applied[place] += 1
             plain = _plain(call, args, kwargs)
             result = _instead(found, call, args, kwargs)
+            self._patch.num_idle[place] += found.is_idle
             moved = _moved(plain, result)
             if moved is not None:
                 self._patch.moved[place] = max(moved, self._patch.moved.get(place, 0.0))

@@ -59,6 +59,7 @@ class Found:
         has_rest: Whether a call was given more than the pattern has.
         text: In words; "" for nothing of its own.
         numbers: The numbers that EPS and others stand for.
+        is_idle: When it was computed, it has left all numbers to the call.
     """
 
     new: str = ""
@@ -68,6 +69,7 @@ class Found:
     has_rest: bool = False
     text: str = ""
     numbers: dict[str, float] = field(default_factory=dict)
+    is_idle: bool = False
 
     def inputs(self) -> Iterator[Input]:
         """The inputs that it is computed of."""
@@ -277,7 +279,7 @@ def _log(of: Any) -> Any:
 # What expressions may call, besides methods.
 SPACE: dict[str, Any] = {
     **{"torch": torch, "F": functional, "max": max, "log": _log, "inf": math.inf},
-    **{"where": torch.where, "masked_fill": torch.masked_fill, "value": 1},
+    **{"masked_fill": torch.masked_fill, "value": 1},
 }
 
 
@@ -293,6 +295,7 @@ def computed(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
     if found.moved is not None:
         return _move(found.moved, computed(found.names["y"], call, args, kwargs))
     space: dict[str, Any] = {**SPACE, **kwargs, **found.numbers}
+    space["where"] = functools.partial(_where, found)
     space["CALL"] = _changed(call, args, kwargs)
     space["CALL_ON"] = lambda of: call.func(of, *args[1:], **kwargs)
     space["CALL_SECOND"] = lambda of: call.func(args[0], of, *args[2:], **kwargs)
@@ -306,6 +309,14 @@ def computed(found: Found, call: TorchCall, args: Any, kwargs: Any) -> Any:
             space[name] = _tensor_of(of.value) if isinstance(of, Input) else of
     space["k"] = bool(space.get("k"))
     return eval(_compiled(found.code), space)
+
+
+def _where(found: Found, condition: torch.Tensor, one: Any, other: Any) -> torch.Tensor:
+    """`torch.where`, which may put a number in the place of none."""
+    has_first = isinstance(one, torch.Tensor)
+    if has_first != isinstance(other, torch.Tensor):
+        found.is_idle |= bool((condition if has_first else ~condition).all())
+    return torch.where(condition, one, other)
 
 
 @functools.cache

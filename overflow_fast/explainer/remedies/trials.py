@@ -364,6 +364,8 @@ class Trials:
         if is_finite and nearness is not None and not is_known:
             near = nearness.judged(outputs, patches, self._others)
             remedy = replace(remedy, **near)
+        text = remedy.text  # which the budget may have left out before
+        self.tried = [e for e in self.tried if e.remedy.tried or e.remedy.text != text]
         self.tried.append(Tried(patches, remedy, trial))
         self.is_settled |= trial.settles and remedy.is_right
         return remedy.is_recommended and not remedy.leaves
