@@ -19,6 +19,7 @@ A cause's row in `causes.py` has the sentence; here stand the fields that it may
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -194,10 +195,21 @@ def _size_text(op: Op) -> str:
     if abs(op.true_value) <= op.limit:
         result = number_by(op.true_value, op.limit)
         return f" in an intermediate value (its result, {result} in float64, fits)"
-    if abs(op.true_value) == float("inf"):
+    if abs(op.true_value) == math.inf:
         return ", and float64 as well"
-    true = number_by(op.true_value, op.limit)
+    true = _product_text(op, op.limit) or number_by(op.true_value, op.limit)
     return f" ({true} in float64; its maximum is {op.limit:.5g})"
+
+
+def _product_text(op: Op, limit: float) -> str:
+    """The two numbers whose product is too large, and the product; or ""."""
+    sign = op_of(spoken_name(op.derivative or op.name)).sign
+    product = math.prod(op.operands)
+    if (sign, len(op.operands)) != ("*", 2) or not limit < abs(product) < math.inf:
+        return ""
+    left, right = map(plain_number, op.operands)
+    right = f"({right})" if right[0] == "-" else right
+    return f"{left} * {right} is {number_by(product, limit)}"
 
 
 def _change_text(lost: Op, op: Op | None) -> str:
