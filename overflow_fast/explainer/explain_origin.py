@@ -25,9 +25,10 @@ from ..guard.report.findings import (
     BETWEEN_FORWARDS,
     FOLLOWS,
     IN_LOOP,
+    OF_MASK,
     SEEN_IN_BACKWARD,
 )
-from ..guard.report.gist import call_text
+from ..guard.report.gist import call_text, spoken_name
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
 from .call_growth import CallGrowth, growth_of, leap_before
@@ -155,7 +156,9 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         found.notes.append(notes.WHICH_LINE.format(op.node))
     if op.in_backward and op.variable is not None and not op.in_hook:
         clauses.append(_ADDED_UP)
-    if op.masks:
+    if op.masks and op.is_meant:
+        found.reason = _mask_text(op)
+    elif op.masks:
         clauses.append(_mask_text(op))
     found.op = _op_of(named, op)
     details, texts = op.details, clauses
@@ -172,7 +175,7 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         is_singular = is_backward and not op.in_hook
         is_singular &= in_gradients or named is op or not _is_undefined(named)
         found.cause = _cause_of(details, is_singular)
-        found.reason = details.reason
+        found.reason = details.reason or found.reason
         texts = [made_text(found.op, details.columns, clauses)]
         # The first line has a reason, and of an overflow the result in float64.
         if details.part or details.why not in (RANGE, TOO_LARGE):
@@ -224,8 +227,8 @@ def _mask_text(op: OpCall) -> str:
     made = mask_of(op)
     assert made is not None
     if isinstance(made, OpCall):
-        return f"its infs are those of a mask: {made.text}"
-    return f"its infs are those that `{made.name}` holds"
+        return f"{OF_MASK}{spoken_name(made.name)}{place_text(made.sites)} wrote"
+    return f"{OF_MASK}`{made.name}` holds"
 
 
 def mask_of(op: OpCall) -> Source | None:

@@ -4,13 +4,14 @@ import pytest
 import torch
 from assembled import Assembled
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.leaves import Leaf
 from overflow_fast.explainer.op_table import OpTable
 from overflow_fast.explainer.op_trace import OpTrace
 from overflow_fast.explainer.trace_back import trace_back
-from overflow_fast.guard.report.causes import CONSTANT
+from overflow_fast.guard.report.causes import CONSTANT, UNDEFINED
 
 INF = float("inf")
 LARGE = torch.full((3, 3), 3e38)
@@ -189,3 +190,24 @@ def test_an_inf_that_code_writes_is_a_constant(name, as_kept):
     found = explain(model, torch.ones(3, 2), lambda x: write(model(x)).sum())
     assert found.cause == cause
     as_kept(str(found).splitlines()[0])
+
+
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("by", ["code", "a buffer"])
+def test_a_sum_of_masked_scores_is_infinite_and_not_undefined(by, as_kept):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    model.register_buffer("hidden", torch.zeros(3).index_fill(0, torch.tensor(2), -INF))
+
+    def loss(x):
+        scores = model(x)
+        if by == "code":
+            scores = scores.masked_fill(model.hidden != 0, -INF)
+        else:
+            scores = scores + model.hidden
+        labels = torch.zeros(len(x), dtype=torch.long)
+        return cross_entropy(scores, labels, label_smoothing=0.1)
+
+    found = explain(model, torch.randn(5, 4), loss)
+    assert found.cause == UNDEFINED.name and "sum" in found.op.name
+    as_kept(found.words.gist(), *found.evidence)

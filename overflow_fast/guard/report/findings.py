@@ -49,6 +49,7 @@ BETWEEN_FORWARDS = (
     "`guard.run(lambda: ...)`."
 )
 FOLLOWS = "is the nan that follows"
+OF_MASK = "its infs come from the -inf that "
 NOT_THE_LOSS = "The loss outside of the model was not replayed"
 
 
@@ -109,6 +110,11 @@ class Findings:
     def becomes_nan(self) -> list[str]:
         """The sentence of the evidence on what made nan of its infs, or none."""
         return [each for each in self.evidence if FOLLOWS in each][:1]
+
+    @property
+    def passes_infs(self) -> bool:
+        """True if the operation has returned infs of a mask that it was given."""
+        return self.reason.startswith(OF_MASK)
 
     @property
     def nearest(self) -> Remedy | None:

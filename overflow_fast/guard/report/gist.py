@@ -49,6 +49,8 @@ def gist_of(found: Findings) -> str:
         form = "{name}: {call}{reason}"
     if found.lost_by is not None and found.lost_by.operands:
         form = cause.cancelled
+    if found.passes_infs:
+        form = "{call} is infinite{reason}"
     if op is None:
         form = "{name}{reason}"
     elif found.phase == "optimizer" and not found.is_behind_backward:
