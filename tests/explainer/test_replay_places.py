@@ -1,6 +1,7 @@
 """Places that are easily named wrongly: hooks, masks, transforms."""
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -432,13 +433,15 @@ def test_a_partition_has_the_name_of_its_weight(as_kept):
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the columns are not known")
-@pytest.mark.parametrize("which", ["first", "second", "whole"])
+@pytest.mark.parametrize("which", ["first", "second", "whole", "long"])
 def test_a_line_that_is_too_long_is_cut_around_what_failed(which):
     model = nn.Linear(6, 4)
     p, q = (0.0, 0.5) if which == "first" else (0.5, 0.0)
 
     def loss(x):
         a, b = model(x).sigmoid() * 0 + p, model(x).sigmoid() * 0 + q
+        if which == "long":
+            return torch.log(model(x).sigmoid() * torch.zeros_like(a, dtype=torch.float32) + b).sum()  # fmt: skip # noqa: E501
         if which == "whole":
             return sum([torch.log(  b  ).sum(), a.sum(), b.sum(), (a * b).sum(), (a + b).sum()])  # fmt: skip # noqa: E501
         return torch.mean(torch.sum(-a * torch.log(a) - (1 - a) * torch.log(b), 1)) * 10.0  # fmt: skip # noqa: E501
@@ -446,8 +449,13 @@ def test_a_line_that_is_too_long_is_cut_around_what_failed(which):
     found = explain(model, torch.ones(5, 6), loss)
     _, code, marks, *_ = str(found).splitlines()
     expected = {"first": "torch.log(a)", "second": "torch.log(b)"}
+    expected["long"] = "torch.log(model(x).sigmoid() * torch.zeros_like(a,"
     begin = marks.index("^")
-    assert code[begin : len(marks)].startswith(expected.get(which, "torch.log(  b  )"))
+    shown = code[begin : len(marks)]
+    assert shown.startswith(expected.get(which, "torch.log(  b  )"))
+    assert ("return " in code) == (which != "second")
+    last = code.removesuffix(" ...")[-9:]  # a cut leaves names as they are
+    assert re.search(rf"{re.escape(last)}(?!(?<=\w)\w)", found.op.code)
     assert set(marks.strip()) == {"^"} and code.startswith("code ") and len(code) <= 80
     begin, end = found.op.columns
     assert found.op.code[begin:end].startswith("torch.log(")

@@ -257,17 +257,18 @@ def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, in
     if len(code) <= _MAX_CODE:
         return code, begin, end
     room = _MAX_CODE - len("... ") - len(" ...")
-    first = max(0, min(begin, begin - (room - (end - begin)) // 2))
-    first = min(first, max(0, len(code) - room))
-    last = min(len(code), first + room)
+    # Of an expression that does not fit, as much as half of the line is seen.
+    first = max(0, (end if end - begin <= room else begin + room // 2) - room)
+    is_end = len(code) <= first + room + len(" ...")
+    last = len(code) if is_end else first + room
     while first < begin and _is_in_word(code, first):
         first += 1
-    while last > end and _is_in_word(code, last):
+    while last > min(end, begin + 1) and _is_in_word(code, last):
         last -= 1
     before, after = "... " * (first > 0), " ..." * (last < len(code))
     shift = len(before) - first
     begin, end = begin + shift, min(end, last) + shift
-    return f"{before}{code[first:last]}{after}", begin, max(begin, end)
+    return f"{before}{code[first:last].rstrip()}{after}", begin, max(begin, end)
 
 
 def _is_in_word(code: str, i: int) -> bool:
