@@ -25,7 +25,7 @@ from ..base.text import dtype_name
 from ..base.torch_ops import has
 from ..guard.report.causes import ROUNDING, UNDERFLOW
 from ..guard.report.explanation import Explanation
-from ..guard.report.gist import told_apart
+from ..guard.report.gist import spoken_name, told_apart
 from ..guard.report.op import TensorSummary
 from ..guard.report.op_words import IN_FLOAT64, retell_float64
 from .budget import Budget
@@ -36,7 +36,7 @@ from .memory import Contents, TapedTensor
 from .op_call import OpCall
 from .root_op import failed_place
 from .tensor_kinds import Index, index_at
-from .users_lines import op_at
+from .users_lines import op_at, place_text
 
 # Operations that are run before the others: of all that lost a value in
 # benchmarks/answers, none ran more than 6 operations before the one that failed.
@@ -389,8 +389,10 @@ def explain_lost(lost: Lost, makers: Sequence[Maker], found: Explanation) -> Non
         found.lost_by.operands = [*cancelled.operands]
         found.lost_by.value = float(cancelled.made.values)
         true = lost.run.value(cancelled.made.tensor)
-        assert true is not None
+        assert true is not None and lost.op is not None
         found.lost_by.true_value = float(true[cancelled.made.mask])
+        by = f"{spoken_name(lost.op.name)}{place_text(lost.op.sites)}"
+        found.reason = found.reason or f"{by} rounds it away in {lost.dtype}"
     retell_float64(found.evidence, _text_of(lost, cancelled))
 
 

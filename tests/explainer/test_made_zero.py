@@ -357,6 +357,7 @@ def test_a_difference_that_has_cancelled_is_the_cause(case):
     assert lost.true_value != lost.value
     text = (
         r"sqrt\(-.*\) at .*: [\d.]+ - [\d.]+ cancels to -[\d.e-]+ at .* \(float64: .*\)"
+        r"; \w+ \(test_made_zero.py:\d+\) rounds it away in float32"
     )
     assert re.fullmatch(text, found.words.gist())
     assert re.search(r"with the result of aten\..*, in float32 it is not", str(found))

@@ -106,7 +106,7 @@ fails was given the rounded number. Use the form that never makes it, such as
 `logsigmoid` of the negative logit.""",
     sections=("bfloat16: a probability rounds to 1",),
     gist="{numbers}{then}: {lost} was rounded{change}{also}",
-    cancelled="{numbers}{then}: {difference} cancels to {change}",
+    cancelled="{numbers}{then}: {difference} cancels to {change}{also}",
     remedies=("calls",),
     translations={"zh": "舍入", "ko": "반올림"},
 )
