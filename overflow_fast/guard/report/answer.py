@@ -257,8 +257,10 @@ def cut_around(code: str, columns: tuple[int, int] | None) -> tuple[str, int, in
     if len(code) <= _MAX_CODE:
         return code, begin, end
     room = _MAX_CODE - len("... ") - len(" ...")
-    # Of an expression that does not fit, as much as half of the line is seen.
-    first = max(0, (end if end - begin <= room else begin + room // 2) - room)
+    # Of an expression that does not fit, half of the line is enough.
+    least = end if end - begin <= room else begin + room // 2
+    first = 0 if least <= room else begin - max(0, room - (end - begin)) // 2
+    first = min(first, len(code) - room)
     is_end = len(code) <= first + room + len(" ...")
     last = len(code) if is_end else first + room
     while first < begin and _is_in_word(code, first):
