@@ -47,6 +47,8 @@ UPDATE = Bound(10.0)
 # A batch, by the last one and samples of those before: too low tells of a batch that is
 # not at fault.
 WHOLE_BATCH = Bound(10.0)
+# A dimension of a batch, by that of all clean steps: too low tells of a usual length.
+LONGER = Bound(1.5)
 # A weight that is larger at once, and the loss or gradients from each step to the next:
 # too low tells of what an update did, or of noise.
 WEIGHT_AT_ONCE = Bound(10.0, 0.1)
@@ -71,6 +73,9 @@ EXPLODING = Bound(1e3)
 # The result of one operation, by what it was given: too low names one before an
 # overflow whose numbers are usual there, and too high leaves it out.
 LEAP = Bound(1e3, 1.0)
+# The result of a call, by that of the call before it at the same line, where many of
+# them make a leap: too low takes any layers for the cause of an overflow behind them.
+RISING = Bound(2.0)
 # A buffer after the step with a remedy: too low doubts a remedy that is sound.
 BUFFER = Bound(1e3, 1.0)
 # The loss and the gradients with a remedy, by the median of the last steps: too low

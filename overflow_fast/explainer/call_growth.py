@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .bounds import EXPLODING, GROWING, LEAP
+from .bounds import EXPLODING, GROWING, LEAP, RISING
 from .op_call import OpCall
+from .users_lines import Site
 
 _FEWEST = 6  # calls; fewer tell no factor
 # Of a call: less is no growth of a recurrence; those of benchmarks/answers are by 1.4
 # and more. Too low, a large sum of many calls is taken for one.
 _LEAST_FACTOR = 1.01
 _MOST_CALLS = 4096  # each look at an even part takes time by their square
-# Operations from the one that overflowed to that which made large numbers; chosen.
-_MOST_TO_LEAP = 512
+# Operations from the one that overflowed to those which made large numbers; chosen.
+_MOST_ON_WAY = 512
+_FEWEST_RISING = 3  # calls of a line; fewer may be a sum and a product of it; chosen
 # How far results may be from a constant factor: by 4, or by so much of all growth.
 _SPREAD, _PART = math.log(4), 0.05
 
@@ -95,19 +97,71 @@ def leap_before(op: OpCall) -> OpCall | None:
         The last one before it whose result is far larger than all that it was given;
         None where the large numbers are of a batch or a weight, or of more operations.
     """
-    failed, most = op, op.most_read
-    least = most
-    for _ in range(_MOST_TO_LEAP):
-        given = max(op.read_from, key=lambda each: each.abs_max or 0.0, default=None)
-        if given is None or given.abs_max is None or given.abs_max < op.most_read:
-            return None
-        op, least = given, min(least, given.abs_max)
-        if op.is_leap:
-            stays = LEAP.is_passed(least, op.most_read) and least**2 >= most
-            # What it was given may be large itself, as by an earlier call of a loop.
-            is_one_of_more = LEAP.is_passed(op.most_read, 1.0) or _is_again(op, failed)
-            return op if stays and not is_one_of_more else None
+    for made, least in _way_back(op):
+        if made.is_leap:
+            is_it = _explains(op, least, made.most_read) and not _is_again(made, op)
+            return made if is_it else None
     return None
+
+
+def rise_before(op: OpCall) -> list[OpCall]:
+    """Finds the calls of a line that made what another operation overflowed of.
+
+    As those of layers each of which multiplies what the one before has made: none of
+    them alone, and by no constant factor.
+
+    Args:
+        op: The one that overflowed.
+
+    Returns:
+        The last calls, in order, each with a result more than twice as large as the one
+        before; those of the line that has most. Empty where they are few, or in
+        backward.
+    """
+    lines = dict[tuple[str, Site], list[tuple[OpCall, float]]]()
+    for made, least in () if op.in_backward else _way_back(op):
+        if made.sites:
+            lines.setdefault((made.name, made.sites[0]), []).append((made, least))
+    found = list[OpCall]()
+    for calls in lines.values():
+        (last, least), *others = calls
+        rise = [last]
+        for each, _ in others:
+            if not RISING.is_passed(rise[0].abs_max or 0.0, each.abs_max or 0.0):
+                break
+            rise.insert(0, each)
+        is_it = _explains(op, least, rise[0].abs_max or 0.0)
+        if is_it and len(rise) >= max(_FEWEST_RISING, len(found) + 1):
+            found = rise
+    return found
+
+
+def _way_back(op: OpCall) -> Iterator[tuple[OpCall, float]]:
+    """Yields the maker of the largest number that one has read, then the maker's, too.
+
+    Each with the least of these numbers from there on. It ends where that is of a batch
+    or a weight.
+    """
+    least = op.most_read
+    for _ in range(_MOST_ON_WAY):
+        made = max(op.read_from, key=lambda each: each.abs_max or 0.0, default=None)
+        if made is None or made.abs_max is None or made.abs_max < op.most_read:
+            return
+        least = min(least, made.abs_max)
+        yield made, least
+        op = made
+
+
+def _explains(op: OpCall, least: float, usual: float) -> bool:
+    """True if an operation overflowed of large numbers that were made of usual ones.
+
+    Args:
+        op: The operation.
+        least: The least of these numbers from where they were made on.
+        usual: What they were made of.
+    """
+    is_made = LEAP.is_passed(least, usual) and not LEAP.is_passed(usual, 1.0)
+    return is_made and least * least >= op.most_read
 
 
 def _calls_like(op: OpCall, ops: Sequence[OpCall]) -> list[OpCall]:

@@ -31,7 +31,7 @@ from ..guard.report.findings import (
 from ..guard.report.gist import call_text, spoken_name
 from ..guard.report.op import Op
 from ..guard.report.op_words import in_float64_text, made_text, tells_float64
-from .call_growth import CallGrowth, growth_of, leap_before
+from .call_growth import CallGrowth, growth_of, leap_before, rise_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of, pattern_of
@@ -62,6 +62,7 @@ from .trace_back import RootOp
 from .users_lines import op_at, place_text, programs_line, torchs_place
 
 _FEW = 4  # names in a sentence; chosen
+_MOST_SIZES = 6  # numbers in one; chosen
 _CAUSES = {
     RANGE: causes.RANGE_OVERFLOW.name,
     TOO_LARGE: causes.RANGE_OVERFLOW.name,
@@ -185,6 +186,7 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         _add_growth(found, growth_of(op, ops))
         leap = None if found.reason else leap_before(op)
         found.reason = found.reason if leap is None else _leap_text(leap)
+        found.reason = found.reason or _rise_text(rise_before(op))
         by = None if details is None else details.divisor
         if not found.reason and by is not None:
             found.reason = f"{DIVIDES_BY}{by:.3g}"
@@ -202,6 +204,18 @@ def _leap_text(leap: OpCall) -> str:
     if leap.divisor is not None:
         by = f", with a divisor of {leap.divisor:.3g}"
     return f"{call} made {leap.abs_max:.3g} of at most {leap.most_read:.3g}{by}"
+
+
+def _rise_text(calls: Sequence[OpCall]) -> str:
+    """Names the calls each of which made larger numbers than the one before, or ""."""
+    sizes = [f"{each.abs_max:.3g}" for each in calls]
+    if len(sizes) > _MOST_SIZES:
+        sizes[1 : 2 - _MOST_SIZES] = ["..."]
+    made = f"made larger and larger numbers: {', '.join(sizes)}"
+    if not calls:
+        return ""
+    name, line = spoken_name(calls[0].name), place_text(calls[0].sites)
+    return f"{len(calls)} calls of {name}{line} {made}"
 
 
 def _add_growth(found: Explanation, growth: CallGrowth | None) -> None:

@@ -205,6 +205,47 @@ def test_an_earlier_call_of_what_overflows_is_not_said_to_be_before_it():
     assert found.cause == "range overflow" and not found.reason
 
 
+class Layers(nn.Module):
+    """Adds to what it is given a product that its layers make ever larger."""
+
+    def __init__(self, power, num=5):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(num))
+        for each in self.layers:
+            nn.init.eye_(each.weight)
+        self.power = power
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y.abs() ** self.power
+        return x
+
+
+@pytest.mark.parametrize("power, start", [(3, 2.0), (2, 8.0)])
+def test_layers_each_of_which_makes_larger_numbers(power, start, as_kept):
+    model = Layers(power, num=4 if power == 3 else 5)
+    found = explain(
+        model, torch.full((2, 3), start), lambda x: model(x).neg().pow(4).mean()
+    )
+    assert found.op.name == "aten.pow.Tensor_Scalar"
+    assert "calls of add (test_call_growth.py:" in found.reason
+    as_kept(found.words.gist())
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda y: (y + y + y * 88.8).exp().sum(),
+        lambda y: (y * 99 * 99 * 99 * 99).pow(20).sum(),  # of a line, but not again
+    ],
+)
+def test_an_overflow_behind_usual_layers_is_not_said_to_have_grown(loss):
+    model = Layers(1.0, num=6)  # as a residual does, by 2 each
+    found = explain(model, torch.full((2, 3), 1.5), lambda x: loss(model(x)))
+    assert found.cause == "range overflow" and "calls of" not in found.reason
+
+
 def test_large_numbers_of_a_weight():
     model = nn.Linear(3, 3, bias=False)
     nn.init.constant_(model.weight, 1e20)
