@@ -58,6 +58,7 @@ class BadStep:
             0; -1 where that is not known.
         clean: See `CallKeeper`.
         recent: See `CallKeeper`.
+        longest: See `CallKeeper`.
         error: What the first run has raised, or was ended by; None for nothing.
     """
 
@@ -87,6 +88,9 @@ class BadStep:
     left_over: Mapping[str, int] = field(default_factory=dict)
     clean: KeptCall | None = None
     recent: Sequence[tuple[Samples, Samples]] = ()
+    longest: Mapping[tuple[int, ...], Sequence[tuple[int, ...]]] = field(
+        default_factory=dict
+    )
     error: Exception | None = None
 
     def replayer(

@@ -4,6 +4,7 @@ Clean steps scan nothing for it. What is compared is there anyway:
 
 1. Of the batch: that of the last clean step, which is held for remedies, and 64 values
    of each tensor in the last 8 clean steps (`CallKeeper.recent`).
+   Of all clean steps the largest shapes are known (`CallKeeper.longest`).
    On devices samples are not taken: there the last clean batch is all that is known.
 2. Of weights, the loss and gradients: the largest magnitudes of the last steps
    (`PastSteps`). Of small weights as they were when the guard began (`LastSteps`).
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 
 from ..base.text import counted
+from ..guard.kept_calls.call_keeper import MOST_SIZED
 from ..guard.kept_calls.kept_call import NUM_SAMPLED
 from ..guard.report.causes import (
     BAD_DATA,
@@ -34,7 +36,7 @@ from ..guard.report.causes import (
 from ..guard.report.explanation import Explanation
 from ..guard.report.gist import plain_number
 from .bad_step import BadStep
-from .bounds import TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
+from .bounds import LONGER, TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
 from .calls import Call
 from .weight_growth import drift_of
 
@@ -57,6 +59,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
             _of_batch(step, found),
             _of_slice(step, found),
             _of_own_input(step),
+            _of_sizes(step) if found.is_overflow else (),
             filter(None, [drift_of(step, step.reached if is_open else ())]),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
             _of_labels(step, found),
@@ -141,6 +144,22 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
 def _some_text(name: str, now: torch.Tensor, num: int, what: str) -> str:
     among = f"among {now.numel()} values"
     return f"`{name}` has {counted(num, what)} {among}, none in the last clean step"
+
+
+def _of_sizes(step: BadStep) -> Iterator[str]:
+    """A tensor of the batch that is longer than any of clean steps, such as texts."""
+    call = _bad_call(step)
+    given = [] if call is None else call.tensors
+    longest = step.longest.get(tuple(each.dim() for each in given[:MOST_SIZED]), ())
+    names = {} if call is None else {id(each): name for name, each in call.leaves()}
+    for now, most in zip(given, longest, strict=False):
+        sizes = [*enumerate(zip(now.shape, most, strict=True))][1:]  # in one sample
+        for dim, (size, before) in sizes if id(now) in names else ():
+            if LONGER.is_passed(size, before):
+                yield (
+                    f"`{names[id(now)]}` is {list(now.shape)} in this batch; its "
+                    f"dimension {dim} was at most {before} in clean steps"
+                )
 
 
 def _of_labels(step: BadStep, found: Explanation) -> Iterator[str]:

@@ -215,6 +215,7 @@ class StepExplainer:
             left_over=dict(keeper.left_over),
             clean=keeper.clean,
             recent=tuple(keeper.recent),
+            longest=dict(keeper.longest),
         )
 
     def _forward_of(self, verdict: Verdict) -> int:

@@ -111,6 +111,45 @@ def test_an_object_of_which_each_step_has_another_is_a_batch(is_kept):
     assert new.startswith("`data.x` is up to 1.45e+30 in this") == (not is_kept), new
 
 
+def of_lengths(lengths):
+    """A batch of another length in each step, with numbers as large as usual."""
+    return lambda step: (rows(step, 4, lengths[step], 4), step)
+
+
+def that_overflows(model, x, step):
+    return (model(x) ** 2 * (1e38 if step == BAD else 1.0) * 100).mean()
+
+
+def test_a_batch_that_is_longer_than_any_before():
+    text = news_of(of_lengths([9, 20, 10, 42]), that_overflows)
+    was = "its dimension 1 was at most 20 in clean steps"
+    assert text == f"`batch[0]` is [4, 42, 4] in this batch; {was}"
+
+
+@pytest.mark.parametrize("lengths", [[30, 20, 10, 42], [42, 42, 42, 42]])
+def test_a_batch_of_a_usual_length_is_no_news(lengths):
+    assert news_of(of_lengths(lengths), that_overflows) == ""
+
+
+@pytest.mark.parametrize("num", [1, 9])
+def test_all_forwards_of_clean_steps_are_known_by_their_length(num):
+    """Not only the last one of each, which is all of the batch that is kept."""
+
+    def before(model, step):
+        for i in range(num if step < BAD else 0):  # of more than 8 not all are kept
+            model(rows(step, 4, 10 if i else 41, 4)).mean().backward()
+
+    lengths = of_lengths([9, 9, 9, 42])
+    assert news_of(lengths, that_overflows, before=before) == ""
+
+
+def test_a_length_is_told_of_overflows_alone():
+    def of_step(model, x, step):
+        return (model(x) * 0).log().mean() if step == BAD else model(x).mean()
+
+    assert "dimension" not in news_of(of_lengths([9, 9, 9, 42]), of_step)
+
+
 def test_labels_that_are_nan():
     def batch_of(step):
         y = rows(step, 8, 1)

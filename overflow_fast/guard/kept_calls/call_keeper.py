@@ -43,6 +43,7 @@ from .left_gradients import LeftGradients
 # The last calls of a step; chosen, not measured. Those before them are not run again,
 # which a note says.
 _MAX_KEPT = 8
+MOST_SIZED = 64  # tensors of a batch whose shapes are noted; chosen
 _NUM_RECENT = 8  # clean steps whose samples are kept; more only tell more of them
 Samples = Sequence[bytes | None]
 COMPILED = "was compiled together with code around it, which hides its arguments"
@@ -81,6 +82,8 @@ class CallKeeper:
             the watch's id, where these are not the last that it has seen.
         clean: The last call of the last clean step, with `marks_of` its function; None
             if its batch is not kept.
+        longest: The largest size of each dimension in the batches of clean steps, of
+            each tensor, by their numbers of dimensions.
         recent: Of the last call of each of the last clean steps, and of the last
             forward in it, some values of each tensor; the oldest step first.
     """
@@ -92,6 +95,7 @@ class CallKeeper:
         self._needed = [[weakref.ref(x, self._on_gone) for x in n] for n in needed]
         self.clean: KeptCall | None = None
         self.recent: deque[tuple[Samples, Samples]] = deque(maxlen=_NUM_RECENT)
+        self.longest: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         self._devices: dict[int, tuple[torch.device | None, list[torch.device]]] = {}
         self.calls: list[KeptCall] = []
         self.num_dropped = 0
@@ -234,7 +238,7 @@ class CallKeeper:
     def _add(self, call: KeptCall, calls: list[KeptCall]) -> None:
         calls.append(call)
         if len(calls) > _MAX_KEPT:
-            del calls[0]
+            self._note_sizes(calls.pop(0))
             self.num_dropped += calls is self.calls
 
     def _look_for_gradients(self, model: nn.Module) -> None:
@@ -254,6 +258,8 @@ class CallKeeper:
             last = self.calls[-1]
             inner = last.forwards[-1].samples if last.forwards else ()
             self.recent.append((last.samples, inner))
+            for each in self.calls:
+                self._note_sizes(each)
             self.clean = self.calls[-1].batch_alone()
             self.left.clear()
         self.calls.clear()
@@ -264,6 +270,15 @@ class CallKeeper:
         self.num_dropped = 0
         if self.hidden_by == COMPILED:
             self.hidden_by = ""
+
+    def _note_sizes(self, call: KeptCall) -> None:
+        """Notes how long a batch is; of one that was dropped, in a bad step as well."""
+        sizes = [tuple(each.shape) for each in call.tensors[:MOST_SIZED]]
+        dims = tuple(map(len, sizes))
+        before = self.longest.setdefault(dims, sizes)
+        if before != sizes:
+            pairs = zip(before, sizes, strict=True)
+            self.longest[dims] = [tuple(map(max, *pair)) for pair in pairs]
 
     def _on_gone(self, _: weakref.ref[object]) -> None:
         if not all(any(each() is not None for each in kind) for kind in self._needed):

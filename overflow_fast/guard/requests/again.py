@@ -156,6 +156,7 @@ class KeptCalls:
     had_gradients = False
     left_over: Mapping[str, int] = {}
     recent: Sequence[tuple[Samples, Samples]] = ()
+    longest: Mapping[tuple[int, ...], list[tuple[int, ...]]] = {}
 
     def __init__(
         self,
