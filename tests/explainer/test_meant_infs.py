@@ -211,3 +211,18 @@ def test_a_sum_of_masked_scores_is_infinite_and_not_undefined(by, as_kept):
     found = explain(model, torch.randn(5, 4), loss)
     assert found.cause == UNDEFINED.name and "sum" in found.op.name
     as_kept(found.words.gist(), *found.evidence)
+
+
+@pytest.mark.parametrize("hidden", [2, 0])
+def test_a_smoothed_loss_of_masked_scores_is_tried_without_smoothing(hidden):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    def loss(x):
+        scores = model(x).index_fill(1, torch.tensor(hidden), -INF)
+        return cross_entropy(scores, torch.zeros(5).long(), label_smoothing=0.1)
+
+    found = explain(model, torch.randn(5, 4), loss)
+    helped = [each.code for each in found.remedies if each.is_recommended]
+    code = "return cross_entropy(scores, torch.zeros(5).long(), label_smoothing=0.0)"
+    assert helped == [code] * (hidden != 0)  # the label itself

@@ -30,6 +30,7 @@ from overflow_fast.explainer.remedies.rules import (
     RULES,
     SELECTED,
     SELECTS,
+    SMOOTHED,
     UPDATES,
     is_at_least_0,
     numbers_of,
@@ -332,6 +333,11 @@ def test_a_guarded_rule_makes_a_failing_call_finite(rule, tmp_path):
 FAR = torch.tensor([[1000.1, 1000.1], [1000.2, 1000.3], [1000.4, 1000.1]])
 OF_OTHERS = {
     MASKS[0]: ("x.masked_fill(x == 0, float('-inf')).softmax(-1)", ZERO),
+    SMOOTHED[0]: (
+        "F.cross_entropy(x.masked_fill(torch.arange(2) > 0, float('-inf')), "
+        "torch.zeros(3).long(), label_smoothing=0.1)",
+        ONE,
+    ),
     ROUNDED[0]: ("x / (x + 1e-9).float()", ZERO.half()),
     CANCELLED[0]: ("((x ** 2).mean(0) - x.mean(0) ** 2).sqrt()", FAR),
     CANCELLED[1]: ("((x ** 2).mean() - x.mean() ** 2).sqrt()", FAR),

@@ -43,6 +43,7 @@ from .rule_attempts import (
     lost_trials,
     masked_trials,
     select_trials,
+    smoothed_trials,
 )
 from .sample_trials import dropping_trials, sentinel_trials, without_sample
 from .trials import AppliedPatches, Attempts, Trials, Tried, loss_of
@@ -262,9 +263,7 @@ def _is_whole(result: ReplayResult) -> bool:
 
 def _try_all(failure: Failure, trials: Trials) -> None:
     """Tries one after another; without a remedy, says what the budget leaves out."""
-    if failure.is_meant:
-        return
-    for applies, makes in _ATTEMPTS:
+    for applies, makes in _OF_MEANT if failure.is_meant else _ATTEMPTS:
         if trials.is_over and trials.found_remedy:
             return
         if not applies(failure):
@@ -346,6 +345,7 @@ def _is_full(failure: Failure) -> bool:
 
 
 _has_calls = _tries("calls")
+_OF_MEANT = ((_has_calls, smoothed_trials),)
 # Each with the failures that it is for, those first that change the least.
 _ATTEMPTS: tuple[
     tuple[Callable[[Failure], bool], Callable[[Failure, Trials], Attempts]], ...

@@ -34,6 +34,7 @@ from .rules import (
     RULES,
     SELECTED,
     SELECTS,
+    SMOOTHED,
     UPDATES,
     Rule,
     numbers_of,
@@ -310,6 +311,11 @@ def earlier_trials(failure: Failure, trials: Trials) -> Attempts:
     before = [e for call in failure.failing_calls for e in (call, *calls_before(call))]
     for rules in (CANCELLED, MASKS, ROUNDED):
         yield from _on(rules, [*masks, *before], failure, trials)
+
+
+def smoothed_trials(failure: Failure, trials: Trials) -> Attempts:
+    """No weight in a loss for the classes that a mask has left out."""
+    yield from _on(SMOOTHED, failure.failing_calls, failure, trials)
 
 
 def lost_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -194,6 +194,10 @@ def _may_be_no_power(call: TorchCall) -> bool:
     return isinstance(power, Value) or bool(power < 1 or power != int(power))
 
 
+def _smooths(call: TorchCall) -> bool:
+    return bool(call.kwargs.get("label_smoothing"))
+
+
 def _has_weights(call: TorchCall) -> bool:
     return isinstance(call.kwargs.get("weight"), Value)
 
@@ -370,6 +374,10 @@ MASKS = _rules(("*", "CALL(LOW)", "mask with LOW instead of -inf", _has_low))
 # Of what made a mask, by which a 0 of the data was selected.
 SELECTED = _rules(
     ("*", "CALL() & (y != 0)", "leave out with the mask what is 0"))
+# Of a loss that gives a weight to each class, those of a mask's -inf among them.
+SMOOTHED = _rules(
+    ("cross_entropy(*)", "CALL(label_smoothing=0.0)",
+     "pass label_smoothing=0.0: it gives a weight to masked classes, too", _smooths))
 # Of a sum before a call, one of whose terms is a number that its dtype does not hold.
 ROUNDED = _rules(
     ("y + n", "y + EPS", "add EPS, which the dtype holds", _rounds_to_zero))
@@ -399,6 +407,7 @@ RULES = (
     *GUARDS,
     *UPDATES,
     *MASKS,
+    *SMOOTHED,
     *SELECTED,
     *ROUNDED,
     *CANCELLED,
