@@ -458,7 +458,7 @@ def first_bad_weight(
 
 
 def _advice_on(names: Sequence[str]) -> str:
-    """What to do about weights that were bad from the start; of biases a line, too."""
+    """Advises on weights that were bad from the start; of biases by a line, too."""
     patterns = {pattern_of(name) for name in names}
     which = f"the {len(names)} weights that match `{min(patterns)}`"
     which = which if len(patterns) == 1 else some(names, _FEW)

@@ -197,7 +197,7 @@ class _Again:
         return gone * (self.gradient is None)
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What a tensor held before the step; None if that is not known."""
+        """The values of a tensor before the step; None if they are not known."""
         return None if self.kept is None else self.kept.held(tensor)
 
     def attributes(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -699,7 +699,7 @@ class Pipeline:
 
 
 def _seen_before(watches: Sequence[ModelWatch]) -> list[str]:
-    """Says which gradient of an output was bad in the step at hand, before weights.
+    """Names the gradient of an output that was bad in the step at hand, before weights.
 
     What the program makes of gradients itself, and writes to weights, no step shows.
     """

@@ -21,7 +21,7 @@ TREE = re.escape(str(Path(__file__).parents[2]))  # which may lie in a temporary
 VOLATILE = (
     (rf"{TREE}/(?:[^\s/'\"`():]+/)*", ""),
     (rf"(/[^\s'\"`()]+)?{re.escape(tempfile.gettempdir())}/[^\s'\"`()]+", "PATH"),
-    (r"/(?:[^\s'\"`():]+/)+([^\s/'\"`():]+)", r"\1"),
+    (r"(?<!\w)/(?:[^\s'\"`():]+/)+([^\s/'\"`():]+)", r"\1"),
     (r"\b20\d{6}T\d{6}Z-\S+?-\d+-[0-9a-f]{6}", "RUN"),
     (re.escape(platform.node()), "HOST"),
     (r"0x[0-9a-f]{6,}", "ADDRESS"),

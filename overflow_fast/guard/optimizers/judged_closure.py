@@ -28,7 +28,7 @@ class SkipJudge(Protocol):
 
 
 class ClosureUse:
-    """Whether an optimizer uses the gradients that its steps with a closure begin with.
+    """The use that an optimizer makes of the gradients that its steps begin with.
 
     One that evaluates the closure before all else computes its gradients there, as all
     of torch's do. Any other uses those that it finds: SAM, which moves the weights and
