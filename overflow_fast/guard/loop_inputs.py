@@ -103,11 +103,12 @@ class LoopInputs:
         with self._isolation.isolated():
             self._warn_of_step_within(step)
             loss = loss_in(output)
-            if is_watched and loss is not None and loss.requires_grad:
+            has_backward = is_watched and loss is not None and loss.requires_grad
+            if has_backward:
                 self._unwatched_runs.note(seen)
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
-            if is_watched and loss is not None and loss.requires_grad:
+            if has_backward:
                 self._record_state()
         return output
 

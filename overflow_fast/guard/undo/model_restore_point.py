@@ -390,20 +390,22 @@ class ModelRestorePoint:
         module may read before it writes to them. Only what held other values when the
         step began is known.
         """
-        prefixes = self._prefixes()
+        written = list[tuple[nn.Module, Mapping[str, Any], str, torch.Tensor | None]]()
         for place in self.buffers if self.is_taken else ():
             now, module = place.current(), place.module()
             is_written = now is not place.tensor or place.is_written
             if module and now is not None and is_written and place.copy is not None:
-                name, table = prefixes[module] + place.name, vars(module)[place.table]
-                yield WrittenState(name, table, place.name, place.copy)
+                table = vars(module)[place.table]
+                written.append((module, table, place.name, place.copy))
         for kept in self.attributes:
             module = kept.module()
             carried = None if module is None else writes_of(module).carried
             if module is not None and carried:
-                for key, copy in kept.written(carried):
-                    name = prefixes[module] + key
-                    yield WrittenState(name, vars(module), key, copy)
+                own = vars(module)
+                written += ((module, own, *each) for each in kept.written(carried))
+        prefixes = self._prefixes() if written else {}
+        for module, table, key, before in written:
+            yield WrittenState(prefixes[module] + key, table, key, before)
 
     def _prefixes(self) -> dict[nn.Module | None, str]:
         """The beginnings of the names of tensors, by their modules."""
