@@ -36,7 +36,7 @@ from ..guard.report.causes import (
     UNDERFLOW,
 )
 from ..guard.report.explanation import Explanation
-from ..guard.report.findings import REPLACED
+from ..guard.report.findings import OF_OTHERS, REPLACED
 from ..guard.report.gist import plain_number
 from ..guard.report.remedy import Remedy
 from ..guard.undo.kept_objects import ATOMS
@@ -126,7 +126,9 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
     own = set(map(id, named.values()))
     if all(own.intersection(map(id, stepped_by(o))) for o in step.optimizers):
         # None steps copies, as an engine's does.
-        found.evidence = [_BY_OTHERS.format(found.tensor)]
+        found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
+        said = [_BY_OTHERS.format(found.tensor)]
+        return replace(found, evidence=said, notes=[OF_OTHERS])
     return found
 
 

@@ -8,6 +8,7 @@ from assembled import Assembled
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
+from overflow_fast.guard.report.findings import OF_OTHERS
 
 INF, NAN = math.inf, math.nan
 
@@ -181,6 +182,9 @@ def test_a_weight_that_other_code_writes_after_its_step(is_evaluated, has_optimi
     evidence = str(report.explanation.evidence)
     assert ("risen by 1" in evidence) == has_optimizer
     assert ("no optimizer of the guard has it" in evidence) != has_optimizer
+    assert (OF_OTHERS in report.explanation.notes) != has_optimizer
+    assert has_optimizer or "known whether" not in str(report)  # it is known
+    assert has_optimizer or "checkpoint" not in str(report)  # it would be again
     assert ("the optimizer's step made it" in evidence) == has_optimizer
 
 

@@ -35,6 +35,10 @@ REPLACED = (
     "Mend the code that puts the parameter there: a checkpoint from before it holds "
     "the one that was replaced."
 )
+OF_OTHERS = (
+    "Mend the code that writes there: `guard.check()` behind it judges what it has "
+    "written."
+)
 OVERWRITTEN = "The batch was written to in the step: the replay saw other data."
 NOT_REDUCED = (
     "Each rank's own gradients are finite in the replay; what ranks make of them "

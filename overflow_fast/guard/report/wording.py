@@ -21,6 +21,7 @@ from .findings import (
     BETWEEN_FORWARDS,
     IN_LOOP,
     NOT_REDUCED,
+    OF_OTHERS,
     OVERWRITTEN,
     REPLACED,
 )
@@ -172,7 +173,7 @@ class ReportText:
         first = self.verdict.first
         if first is None or answers(self.explanation, first):
             return []
-        if self._is_written_in_step or self._is_noted(REPLACED):
+        if self._is_written_in_step or self._is_by_others:
             return []
         report = self.report
         is_noted = self._is_noted(IN_LOOP) or self._is_noted(BETWEEN_FORWARDS)
@@ -206,8 +207,8 @@ class ReportText:
         found = self.explanation
         if found is not None and found.is_of_loss and self._may_be_of_loss(first):
             return _OF_LOSS  # fewer candidates than the hooks have
-        if self._is_noted(REPLACED):
-            return ""  # of the one that was replaced the hooks know, not of this one
+        if self._is_by_others:
+            return ""  # hooks know of a replaced one, and of the step, not of others
         if self._is_noted(NOT_REDUCED):
             return ""  # a replay leaves what ranks make together, which the note says
         if not self._is_told:
@@ -251,6 +252,11 @@ class ReportText:
         is_open = len(self.origin.candidates) > 1
         found = self.explanation
         return is_open and found is not None and found.cause != BAD_DATA.name
+
+    @property
+    def _is_by_others(self) -> bool:
+        """True for a weight that code outside of the optimizers has made non-finite."""
+        return self._is_noted(REPLACED) or self._is_noted(OF_OTHERS)
 
     def _is_noted(self, note: str) -> bool:
         return self.explanation is not None and note in self.explanation.notes
