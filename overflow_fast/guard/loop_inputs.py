@@ -10,21 +10,35 @@ from typing import Any
 import torch
 
 from .. import _C
+from ..base.graph import leaves_of
+from ..base.modules import parameters_of
 from ..base.tensors import loss_in
 from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
 from .requests.requests import Requests
 from .step_clock import StepClock
-from .unwatched_runs import UnwatchedRuns
 from .watching.judged_tensors import JudgedTensors
 from .watching.loop_batches import LoopBatch
-from .watching.watch import ModelWatch
+from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
 # Names of recorded tensors, each of which takes 2 KiB for good. Tensors beyond share a
 # name with a star in place of digits.
 _MAX_NAMES = 1000
+# Calls without a step, before it is said that they run another model. With fewer, a
+# program that first runs another model a few times is warned in vain.
+_MANY_OF_OTHERS = 8
+_UNWATCHED = (
+    f"guard.run() was called {_MANY_OF_OTHERS} times, and nothing of the model that "
+    "the guard watches ran in it.\nWhere a cell has made the model anew, make the "
+    "guard anew as well, of the model and the optimizer that run now. Logged once."
+)
+_STEP_WITHIN = (
+    "The function that guard.run() was given has called optimizer.step(): a bad step "
+    "cannot be run again to explain it. Return the loss from the function, and call "
+    "backward() and step() behind guard.run(). Logged once."
+)
 
 
 class LoopInputs:
@@ -58,8 +72,9 @@ class LoopInputs:
         self._tensors = tensors
         self._isolation = isolation
         self._num_running = 0
-        self._has_warned = False
-        self._unwatched_runs = UnwatchedRuns(watches, clock)
+        self._said = set[str]()
+        # The number of calls in a row that ran another model, and of steps by then.
+        self._of_others = 0, 0
         self.on_left: Callable[[Exception], None] = lambda error: None
         self.requests: Requests | None = None
         self._names: set[str] = set()
@@ -86,7 +101,7 @@ class LoopInputs:
         models = [watch.model for watch in self._watches]
         if self.requests is not None and self.requests.forwards.takes(models):
             return self.requests.run(function)
-        model, seen = self._watches[0].model, self._unwatched_runs.seen()
+        model, seen = self._watches[0].model, self._seen()
         is_watched, step = self._clock.is_watched, self._clock.step
         self._num_running += 1
         try:
@@ -101,16 +116,40 @@ class LoopInputs:
         finally:
             self._num_running -= 1
         with self._isolation.isolated():
-            self._warn_of_step_within(step)
+            if self._clock.step != step:
+                self._warn_once(_STEP_WITHIN)
             loss = loss_in(output)
             has_backward = is_watched and loss is not None and loss.requires_grad
             if has_backward:
-                self._unwatched_runs.note(seen)
+                self._note_models(loss, is_unseen=seen == self._seen())
             if loss is not None and self._config.wanted.loss and records_loss:
                 self.record({"loss": loss})
             if has_backward:
                 self._record_state()
         return output
+
+    def _seen(self) -> list[tuple[int, int]]:
+        """The numbers of forwards, and of calls, that watches have seen."""
+        return [(each.batch_number, each.total_calls) for each in self._watches]
+
+    def _note_models(self, loss: torch.Tensor | None, is_unseen: bool) -> None:
+        """Logs, once, that functions run other models than those that are watched.
+
+        Args:
+            loss: The loss that one has returned.
+            is_unseen: No watch has seen a call in it. A tripwire sees none of a model
+                whose forward is not called: where the loss has its weights, it ran.
+        """
+        is_of_others = is_unseen and any(each.is_attached for each in self._watches)
+        if is_of_others:
+            models = models_of(self._watches).values()
+            own = {id(each) for model in models for each in parameters_of(model)}
+            is_of_others = all(id(each) not in own for each in leaves_of(loss))
+        num, num_steps = self._of_others
+        is_in_row = is_of_others and num_steps == self._clock.num_steps
+        self._of_others = num * is_in_row + is_of_others, self._clock.num_steps
+        if self._of_others[0] == _MANY_OF_OTHERS:
+            self._warn_once(_UNWATCHED)
 
     def _record_state(self) -> None:
         """Scans what the function has written to modules around the models."""
@@ -122,16 +161,10 @@ class LoopInputs:
         named = list(floats), list(floats.values())
         self._watches[0].record(_C.FrameKind.BUFFERS, named)
 
-    def _warn_of_step_within(self, step: int) -> None:
-        """Logs once that a function of `run()` has made optimizer steps."""
-        if self._clock.step == step or self._has_warned:
-            return
-        self._has_warned = True
-        _log.warning(
-            "The function that guard.run() was given has called optimizer.step(): a "
-            "bad step cannot be run again to explain it. Return the loss from the "
-            "function, and call backward() and step() behind guard.run(). Logged once."
-        )
+    def _warn_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text)
 
     def record(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Adds tensors that no module returns to the step, if it is watched."""

@@ -66,6 +66,18 @@ from .watching.missed_steps import ENOUGH
 from .watching.watch import ModelWatch, models_of
 
 _log = logging.getLogger("overflow_fast")
+_OTHER_STEPS = (
+    "The weights of %s have changed %d times between its forwards, and no step was "
+    "judged meanwhile: the guard judges the steps of the optimizers that it was given."
+    "\nGive it the optimizer that steps, in a new guard where a cell has made it anew, "
+    "or call `check()` after each step. Logged once."
+)
+_LEFT_OUT = (
+    "%d forwards ran and no step was judged, in most of them values are non-finite: "
+    "first %s, in forward %d (from 0).\nIf the program leaves out such steps by "
+    "itself, it learns nothing meanwhile: `guard.check()` reports the one at hand. "
+    "Logged once."
+)
 
 
 class Handle:
@@ -104,7 +116,7 @@ class GuardParts:
         self._handle = weakref.ref(handle)
         self._later: Callable[[], GuardParts | None] = lambda: None
         self._defer = defer
-        self.is_enabled = self._is_warned = False
+        self.is_enabled = False
         check_names(config, models)
         self.rules = Rules(config.allow or {})
         self.watches = watches = self._make_watches(
@@ -167,8 +179,7 @@ class GuardParts:
             watch.suppresses = isolation.suppresses
             watch.needs_buffers = is_restored
             watch.on_left = self._on_left
-            watch.on_missed = self._warn_of_missed_steps
-            watch.on_left_out = self._warn_of_steps_left_out
+            watch.on_unjudged = self._warn_of_unjudged
             watch.is_abandoned = self._is_abandoned
             if start is not None:
                 watch.on_forward = isolation.measured_call(start.before_forward)
@@ -395,36 +406,24 @@ class GuardParts:
                 self.pipeline.judge_raised(error, ends=False, is_in_forward=True)
         return is_report
 
-    def _warn_of_missed_steps(self, watch: ModelWatch) -> None:
-        if self._is_warned or not self.is_enabled:
-            return
-        self._is_warned = True
-        own = ", ".join(type(each).__name__ for each in self.optimizers)
-        none = "the one that it was given is gone" if self.hooks else "it has none"
-        _log.warning(
-            "The weights of %s have changed %d times between its forwards, and no step "
-            "was judged meanwhile: the guard judges the steps of its own optimizers, "
-            "and %s.\nGive it the optimizer that steps, in a new guard where a cell "
-            "has made it anew, or call `check()` after each step. Logged once.",
-            "the model" if watch.model is None else type(watch.model).__name__,
-            ENOUGH,
-            f"it was given {own}" if own else none,
-        )
+    def _warn_of_unjudged(self, watch: ModelWatch, first: _C.Frame | None) -> None:
+        """Logs, once, that steps pass which nobody judges.
 
-    def _warn_of_steps_left_out(self, watch: ModelWatch, frame: _C.Frame) -> None:
-        """Logs that the program makes no step, where its values are non-finite."""
+        Args:
+            watch: The watch of the model.
+            first: The first bad frame, where the program leaves out bad steps by
+                itself; None where another optimizer has changed the weights.
+        """
         if not self.is_enabled:
             return
-        bad = BadFrame(watch, frame)
-        _log.warning(
-            "%d forwards ran and no step was judged, in most of them values are "
-            "non-finite: first %s, in forward %d (from 0).\nIf the program leaves out "
-            "such steps by itself, it learns nothing meanwhile: `guard.check()` "
-            "reports the one at hand. Logged once.",
-            watch.frames.num_unjudged,
-            what_of(bad_entry(bad, bad.bad_entries[0])),
-            frame.batch,
-        )
+        for each in self.watches:
+            each.on_unjudged = None
+        if first is None:
+            _log.warning(_OTHER_STEPS, type(watch.model).__name__, ENOUGH)
+            return
+        bad = BadFrame(watch, first)
+        what = what_of(bad_entry(bad, bad.bad_entries[0]))
+        _log.warning(_LEFT_OUT, watch.frames.num_unjudged, what, first.batch)
 
     def _on_evaluated(self, watch: ModelWatch, batch: int) -> None:
         (self.requests or self.pipeline).judge_evaluated(watch, batch)

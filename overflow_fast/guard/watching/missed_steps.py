@@ -34,25 +34,22 @@ class MissedSteps:
         # Where they are: torch swaps no tensor that has a weak reference.
         self._places: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self._left: _State | None = None  # by the last forward
-        self._has_forward = self._is_over = False
+        self._has_forward = False
         self._num = 0
 
     def begin_forward(self) -> bool:
         """Called when an outermost forward with autograd begins.
 
         Returns:
-            True once: when `ENOUGH` changes were seen in a row.
+            True from `ENOUGH` changes in a row on.
         """
         left, self._left = self._left, None
-        if left is None or left == self._state():
-            return False
-        self._num += 1
-        self._is_over = self._num == ENOUGH
-        return self._is_over
+        self._num += left is not None and left != self._state()
+        return self._num >= ENOUGH
 
     def end_forward(self, model: nn.Module | None) -> None:
         """Called when it has ended; what it wrote itself is no step."""
-        if self._has_forward and not self._is_over and model is not None:
+        if self._has_forward and model is not None:
             if self._places is None:
                 self._places = _some_places(model)
             self._left = self._state()

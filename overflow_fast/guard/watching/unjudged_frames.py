@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 from collections.abc import Callable, Container, Iterator
 from threading import Lock
 
@@ -15,12 +14,9 @@ _OF_CALLS = (_C.FrameKind.FORWARD, _C.FrameKind.RECORDED, _C.FrameKind.BACKWARD)
 # over many forwards waits for the device.
 MAX_IN_FLIGHT = 64
 _MAX_FORWARDS_UNSENT = 64  # more take memory, fewer a copy more often; chosen
-# More than anybody accumulates gradients over: fewer would warn without a reason.
-_MANY_UNJUDGED = 1000
 # More than a loss scale takes from 2**32 down to where gradients are finite: who leaves
 # out more steps in a row learns nothing.
 MANY_LEFT_OUT = 32
-_log = logging.getLogger("overflow_fast")
 
 
 class UnjudgedFrames:
@@ -52,45 +48,31 @@ class UnjudgedFrames:
         self._sends_judged = 0
         self._forwards = 0
         self.num_unjudged = 0
-        self._is_told = False
 
     @property
     def is_in_step(self) -> bool:
         """True if a forward of training has ended since the last judgement."""
         return self.num_unjudged > 0
 
-    def is_first_told(self) -> bool:
-        """True at the first call: that nobody judges what runs is said once."""
-        was_told, self._is_told = self._is_told, True
-        return not was_told
-
     def note_forward(self, is_training: bool) -> None:
         """Counts a forward, and sends its stats unless its optimizer's step will."""
         self._forwards += 1
         self.num_unjudged += is_training
-        if self.num_unjudged == _MANY_UNJUDGED and self.is_first_told():
-            _log.warning(
-                "%d forwards ran, and none was judged.\nGive the guard the optimizer "
-                "that steps, or call `check()` after each step.",
-                _MANY_UNJUDGED,
-            )
         if not is_training or self._forwards >= _MAX_FORWARDS_UNSENT:
             self.send()
 
     def first_of_left_out(self) -> _C.Frame | None:
         """The first bad frame, where many forwards were bad and no step was judged.
 
-        None else, and behind the first time. Incurs the sync once in so many forwards.
+        None else. Incurs the sync once in so many forwards.
         """
-        if self._is_told or self.num_unjudged % MANY_LEFT_OUT:
+        if self.num_unjudged % MANY_LEFT_OUT:
             return None
         self.send()
         self.receive(is_lagged=False)
         bad = self.waiting()
         num_bad = len({frame.batch for frame in bad})
-        if 2 * num_bad < MANY_LEFT_OUT or not self.is_first_told():
-            return None
-        return bad[0]
+        return bad[0] if 2 * num_bad >= MANY_LEFT_OUT else None
 
     def waiting(self) -> list[_C.Frame]:
         """The bad frames that have arrived, and wait for a judgement."""

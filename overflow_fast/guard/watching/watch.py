@@ -100,9 +100,9 @@ class ModelWatch(StepHooks):
         on_forward_end: Called after each outermost forward.
         on_part: Called with a part of the model that the program calls without
             autograd, and its arguments: from its second call on, where it has a root.
-        on_missed: Called once steps pass that nobody judges; see `MissedSteps`.
-        on_left_out: Called once many forwards are bad, and no step was judged, with the
-            first bad frame.
+        on_unjudged: Called where steps pass that nobody judges: see `MissedSteps`; with
+            the first bad frame where many forwards were bad since the last judgement.
+            None where that was said.
         on_left: Called with the exception that has left an outermost forward; returns
             True if it is another guard's report of it.
         has_unseen_outputs: The watch is of a replay, and whether the model's outputs
@@ -144,8 +144,7 @@ class ModelWatch(StepHooks):
         self.on_forward_end: Callable[[ModelWatch], None] | None = None
         self.on_part: Callable[[nn.Module, Any, Any], None] = lambda *_: None
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
-        self.on_missed: Callable[[ModelWatch], None] = lambda watch: None
-        self.on_left_out: Callable[[ModelWatch, _C.Frame], None] = lambda *_: None
+        self.on_unjudged: Callable[[ModelWatch, _C.Frame | None], None] | None = None
         self._missed = MissedSteps()
         self.needs_buffers = self.judges_requests = self.is_served = False
         self.num_given_up = -1
@@ -323,8 +322,8 @@ class ModelWatch(StepHooks):
         self.recorder.is_evaluation = self.is_served and not is_in_step
         if not (is_in_step or self.is_served):
             self.recorder.forget_parameters()
-        if is_in_step and self._missed.begin_forward() and self.frames.is_first_told():
-            self.on_missed(self)
+        if is_in_step and self.on_unjudged is not None and self._missed.begin_forward():
+            self.on_unjudged(self, None)
 
     def _announce_forward(self) -> None:
         model = self.model
@@ -426,11 +425,12 @@ class ModelWatch(StepHooks):
     def _send(self) -> None:
         is_in_step = self.is_in_step
         self.frames.note_forward(is_in_step)
-        first = self.frames.first_of_left_out() if is_in_step else None
+        if not is_in_step or self.on_unjudged is None:
+            return
+        first = self.frames.first_of_left_out()
         if first is not None:
-            self.on_left_out(self, first)
-        if is_in_step:
-            self._missed.end_forward(self.model)
+            self.on_unjudged(self, first)
+        self._missed.end_forward(self.model)
 
     def _end_step(self, is_recomputed: bool = False) -> None:
         super()._end_step(is_recomputed)
