@@ -320,6 +320,13 @@ def _copied(value: Any, old: torch.dtype, new: torch.dtype) -> Any:
     return value.detach().to(new, copy=True) if value.dtype == old else value.clone()
 
 
+def _instead(optimizer: Any, wrong: Mapping[str, float]) -> dict[str, Any]:
+    """The defaults of settings that are not finite, or 0 where these are not either."""
+    names = dict.fromkeys((name.partition("[")[0] for name in wrong), 0.0)
+    known = {name: optimizer.defaults.get(name, 0.0) for name in names}
+    return {k: 0.0 if nonfinite_in({k: each}) else each for k, each in known.items()}
+
+
 def _by_settings(
     optimizer: Any,
     place: int,
@@ -377,7 +384,8 @@ def _explained(again: _Again, place: int, found: Explanation) -> Explanation | N
     if not bool((bad & is_bad_now).any()):
         return None
     wrong = nonfinite_in(group)
-    if wrong:
+    is_tried = again.held(parameter) is not None  # else its state may be bad as well
+    if wrong and not (is_tried and not again.is_finite(**_instead(optimizer, wrong))):
         return _by_settings(optimizer, place, wrong, again.given, found)
     root_op = trace_back(table.sources(twin.part))
     made = None if root_op is None else root_op.source

@@ -304,7 +304,8 @@ def test_a_learning_rate_that_takes_a_weight_out_of_range_is_of_its_own_step():
         report = guard.last_report
         assert report.step == 0 and guard.num_skipped == 1
         assert report.verdict.first.kind == "weight"
-        assert report.explanation.cause == "range overflow"
+        found = report.explanation
+        assert (found.cause, found.op.name) == ("range overflow", "aten.add_.Tensor")
         assert_same(state_of(model, optimizer), before)
 
 

@@ -8,12 +8,10 @@ import torch
 from torch.optim import Optimizer
 
 from ... import _C
-from ...base.text import dtype_name
 from ...scanner.ops import scan
 from ..collect import Collector
 from ..judge import Judge
 from ..outer import outer
-from ..report.causes import BAD_SETTING, RANGE_OVERFLOW, UNKNOWN
 from ..report.explanation import Explanation
 from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
 from ..unit import Unit
@@ -81,7 +79,9 @@ def explain_update(
     parameters: dict[str, torch.Tensor],
     kept: OptimizerSnapshot | NoSnapshot,
 ) -> Explanation:
-    """Explains what a step has made of finite gradients. Incurs a CPU-GPU sync.
+    """Explains what a step has made of finite gradients, by making it again on copies.
+
+    Incurs a CPU-GPU sync.
 
     Args:
         first: The weight, or state, that has become non-finite.
@@ -93,36 +93,13 @@ def explain_update(
     name = max(names, key=len, default="")
     found = Explanation("optimizer", tensor=first.fqn)
     found.module = name.rpartition(".")[0]
-    rates = _bad_rates(optimizer) if first.kind == "weight" else []
-    if rates:
-        found.cause = BAD_SETTING.name
-        found.evidence += [f"{each.setting} is {each.value}" for each in rates]
-        return found
     gradient = parameters[name].grad if name else None
     if gradient is None:
         return found
     (stat,) = scan([gradient])
-    largest, dtype = stat.abs_max or 0.0, gradient.dtype
-    limit = torch.finfo(dtype).max
+    largest = stat.abs_max or 0.0
     size = f"finite, up to {largest:.3g} in magnitude" if largest else "0 throughout"
-    given = f"the gradient of {name} is {size}"
-    beyond = f"is beyond {dtype_name(dtype)}'s maximum {limit:.5g}"
-    if first.kind == "optimizer_state" and largest * largest > limit:
-        found.cause = RANGE_OVERFLOW.name
-        given = f"{given}; its square {beyond}"
-    elif first.kind == "weight":
-        rate = next(
-            float(g.get("lr") or 0.0)
-            for g in optimizer.param_groups
-            if any(p is parameters[name] for p in g["params"])
-        )
-        if rate * largest > limit:
-            found.cause = RANGE_OVERFLOW.name
-            given = f"{given}; times the learning rate {rate:.3g} it {beyond}"
-    found.evidence.append(given)
-    if found.cause != UNKNOWN.name:
-        return found
-    state = first.fqn.removeprefix(name)
-    how = optimizer, parameters[name], state, kept
-    made: Explanation = outer("update")(*how, found)
+    found.evidence.append(f"the gradient of {name} is {size}")
+    step = optimizer, parameters[name], first.fqn.removeprefix(name), kept
+    made: Explanation = outer("update")(*step, found)
     return made

@@ -17,11 +17,9 @@ class SettingRemark(str):
 
     Attributes:
         setting: The setting, in words.
-        value: Its value.
     """
 
     setting: str
-    value: float
 
 
 def bad_settings(optimizers: Sequence[Optimizer]) -> list[SettingRemark]:
@@ -49,7 +47,7 @@ def nonfinite_in(group: Mapping[str, Any]) -> dict[str, float]:
 
 def _remark(name: str, number: float, of: str) -> SettingRemark:
     remark = SettingRemark(f"It may come from {name}={number} {of}.")
-    remark.setting, remark.value = f"{name} {of}", number
+    remark.setting = f"{name} {of}"
     return remark
 
 
