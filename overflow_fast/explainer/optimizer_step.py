@@ -40,7 +40,7 @@ from ..guard.report.findings import OF_OTHERS, REPLACED
 from ..guard.report.gist import plain_number
 from ..guard.report.remedy import Remedy
 from ..guard.undo.kept_objects import ATOMS
-from ..guard.undo.optimizer import NoSnapshot, OptimizerSnapshot
+from ..guard.undo.optimizer import OptimizerSnapshot
 from ..guard.verdict.optimizer_settings import nonfinite_in
 from ..guard.watching.judged_tensors import state_of
 from ..torch_internals.replaying import with_torch_function
@@ -144,7 +144,7 @@ def explain_seen_update(
     optimizer: Any,
     parameter: torch.Tensor,
     state: str,
-    kept: OptimizerSnapshot | NoSnapshot,
+    kept: OptimizerSnapshot,
     found: Explanation,
 ) -> Explanation:
     """Explains what a step, which has just been made, has made non-finite.
@@ -182,7 +182,7 @@ class _Again:
     parameter: torch.Tensor
     gradient: torch.Tensor | None = None
     state: str = ""
-    kept: OptimizerSnapshot | NoSnapshot | None = None
+    kept: OptimizerSnapshot | None = None
 
     @property
     def given(self) -> str:

@@ -60,7 +60,7 @@ from .report.coverage import GuardCoverage
 from .report.entry_words import what_of
 from .report.report import NonFiniteError, Report
 from .step_clock import StepClock
-from .undo.optimizer import NoSnapshot, OptimizerSnapshot
+from .undo.optimizer import OptimizerSnapshot
 from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .unseen_loss import UnseenLoss
@@ -242,7 +242,7 @@ class Pipeline:
     @measured
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> OptimizerSnapshot | NoSnapshot | None:
+    ) -> OptimizerSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
         is_doubted, self._is_doubted = self._is_doubted, False
         if not self.agreement.is_needed:
@@ -254,9 +254,7 @@ class Pipeline:
         return not self._lagged.holds(hook) and self._doubts.may_overflow(hook)
 
     @measured
-    def skips_update(
-        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
-    ) -> bool:
+    def skips_update(self, hook: OptimizerHook, kept: OptimizerSnapshot) -> bool:
         """Judges what a step has made of weights and state; True undoes it.
 
         Ranks that decide together all call it: each of them has doubted the step, or
@@ -271,9 +269,7 @@ class Pipeline:
             self._end_raised(hook, error)
             raise
 
-    def _judge_update(
-        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
-    ) -> bool:
+    def _judge_update(self, hook: OptimizerHook, kept: OptimizerSnapshot) -> bool:
         unit = self.collector.begun(UPDATE, hook)
         try:
             try:

@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from ... import _C
 from ...base.text import drop_own_frames
 from ..report.report import NonFiniteError
-from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
+from ..undo.optimizer import OptimizerSnapshot
 from .engine_scaler import LossScaler, engine_scaler
 from .engine_steps import leave_out, overflow_flag, shape_of
 from .found_inf import FoundInf
@@ -77,12 +77,10 @@ class StepJudge(Protocol):
 
     def kept_of_doubted(
         self, hook: OptimizerHook, before: OptimizerSnapshot | None
-    ) -> OptimizerSnapshot | NoSnapshot | None:
+    ) -> OptimizerSnapshot | None:
         """The way to undo a step that may overflow though its gradients are finite."""
 
-    def skips_update(
-        self, hook: OptimizerHook, kept: OptimizerSnapshot | NoSnapshot
-    ) -> bool:
+    def skips_update(self, hook: OptimizerHook, kept: OptimizerSnapshot) -> bool:
         """Judges what the step has made of weights and state; True undoes it.
 
         Args:
@@ -147,7 +145,7 @@ class OptimizerHook:
         self._step: Any = None
         self._is_running = self._waits = False
         self._before: OptimizerSnapshot | None = None
-        self._doubted: OptimizerSnapshot | NoSnapshot | None = None
+        self._doubted: OptimizerSnapshot | None = None
         self._last: Any = None  # what the last step returned, without values
         self._closure_use = ClosureUse(self._stepper, self._optimizer)
         self._inner: list[weakref.ref[Any]] = []

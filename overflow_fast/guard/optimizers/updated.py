@@ -13,7 +13,7 @@ from ..collect import Collector
 from ..judge import Judge
 from ..outer import outer
 from ..report.explanation import Explanation
-from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
+from ..undo.optimizer import OptimizerSnapshot
 from ..unit import Unit
 from ..verdict.optimizer_settings import SettingRemark, bad_settings
 from ..verdict.verdict import BadEntry, Verdict
@@ -24,7 +24,7 @@ def see_update(
     collector: Collector,
     judge: Judge,
     optimizer: Optimizer,
-    kept: OptimizerSnapshot | NoSnapshot,
+    kept: OptimizerSnapshot,
 ) -> None:
     """Sees what is bad behind an optimizer's step, and was not before.
 
@@ -77,7 +77,7 @@ def explain_update(
     first: BadEntry,
     optimizer: Optimizer,
     parameters: dict[str, torch.Tensor],
-    kept: OptimizerSnapshot | NoSnapshot,
+    kept: OptimizerSnapshot,
 ) -> Explanation:
     """Explains what a step has made of finite gradients, by making it again on copies.
 

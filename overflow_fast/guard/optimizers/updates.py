@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ...base.modules import stepped_by
 from ...base.tensors import is_number
-from ..undo.optimizer import NoSnapshot, OptimizerSnapshot
+from ..undo.optimizer import OptimizerSnapshot
 from .optimizer_hook import OptimizerHook
 
 _MARGIN = 16.0  # of weights that are near the maximum, and of roundings
@@ -85,7 +85,7 @@ def _is_tuple(value: object) -> bool:
 
 def kept_step(
     hook: OptimizerHook, before: OptimizerSnapshot | None
-) -> OptimizerSnapshot | NoSnapshot:
+) -> OptimizerSnapshot:
     """Keeps what a step may make non-finite.
 
     Args:
@@ -94,8 +94,8 @@ def kept_step(
     """
     optimizer = hook.layers[1]
     if hook.is_of_engine:
-        return NoSnapshot(hook.optimizer)
+        return OptimizerSnapshot(hook.optimizer, can_restore=False)
     try:
         return before or OptimizerSnapshot(optimizer)
     except torch.OutOfMemoryError:
-        return NoSnapshot(optimizer)
+        return OptimizerSnapshot(optimizer, can_restore=False)

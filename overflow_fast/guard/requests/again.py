@@ -2,8 +2,8 @@
 
 1. A bad request is explained at its end where nobody else is served; else behind its
    answer, one at a time (`Later`).
-2. Where one thread runs all requests, each is explained. Else the first one at a place
-   is, and the report of a later one names it: that they have one cause is not known.
+2. Where nobody else is served, each is explained. Else the first one at a place is, and
+   the report of a later one names it: that they have one cause is not known.
    With a tripwire the place is that in the outputs, unless there is time to look for
    the module.
 
@@ -79,7 +79,6 @@ class Replays:
     Attributes:
         config, watches, gate: The same.
         share: Limits the time that they take.
-        are_of_one: One thread has run all requests: nobody waits for it.
         later: Explains requests behind their answers.
     """
 
@@ -97,7 +96,6 @@ class Replays:
         self.gate = gate
         self.share = TimeShare()
         self.later = Later()
-        self.are_of_one = True
         self._new_watches = new_watches
         self._unlocked = unlocked
         self._on_spent = on_spent
@@ -125,8 +123,7 @@ class Replays:
 
     def first_at(self, place: _Place) -> Report | None:
         """The report of the first one at a place; None where each is run again."""
-        is_each = self.are_of_one or self.config.explain.when == "always"
-        return None if is_each else self._first.get(place)
+        return None if self.config.explain.when == "always" else self._first.get(place)
 
     @contextlib.contextmanager
     def explainer(self, kept: KeptCalls, watches: list[ModelWatch]) -> Iterator[Any]:
@@ -258,7 +255,8 @@ class RequestAgain:
         """Why it is not run again, in a sentence; "" if it is."""
         replays = self._replays
         for place in _places_of(verdict):
-            first = None if place in self._places else replays.first_at(place)
+            is_known = self.is_put_off and place not in self._places
+            first = replays.first_at(place) if is_known else None
             if first is not None:
                 return _KNOWN.format(first.headline())
             self._places.append(place)

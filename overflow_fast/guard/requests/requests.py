@@ -112,7 +112,6 @@ class Requests:
             *(config, watches, full_watches, self._gate, self._unlocked, leave_out)
         )
         self._lock = threading.RLock()  # held while a request is judged
-        self._thread = 0  # the first one that has run a request
         self._open: weakref.WeakSet[Request] = weakref.WeakSet()
         self._open_lock = threading.Lock()  # others begin while one is looked for
 
@@ -177,7 +176,6 @@ class Requests:
             request.left = None
             request.seconds += seconds
             return
-        self._note_thread()
         watch.warnings.give_once(watch.recorder)
         with self._lock:
             number, num_left_out = self._numbers.begin(), self._numbers.num_left_out
@@ -200,13 +198,7 @@ class Requests:
         return (self._new(None), True) if request is None else (request, False)
 
     def _new(self, ids: Sequence[object] | None) -> Request:
-        self._note_thread()
         return Request(self._numbers.begin(), ids, self._pipeline.collector.masks)
-
-    def _note_thread(self) -> None:
-        self._thread = self._thread or threading.get_ident()
-        if self._thread != threading.get_ident():
-            self._replays.are_of_one = False
 
     def run(self, function: Any) -> Any:
         """Runs a function as a request, whose outputs are judged, too."""
@@ -338,9 +330,7 @@ class Requests:
         """True if others than one request are served: they would wait for its end."""
         with self._open_lock:
             others = set(self._open) - {request, *requests_around(self)}
-        is_serving = bool(others) or not self._gate.is_free or is_awaited()
-        self._replays.are_of_one &= not is_serving
-        return is_serving
+        return bool(others) or not self._gate.is_free or is_awaited()
 
     def _judge_bad(
         self,

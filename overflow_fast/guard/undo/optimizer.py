@@ -25,25 +25,30 @@ class OptimizerSnapshot:
 
     Args:
         optimizer: The optimizer.
+        can_restore: False where its step cannot be undone, as that of an engine, whose
+            gradients are used up and whose counters have risen: nothing is copied. It
+            is only looked at, which incurs a CPU-GPU sync.
 
     Attributes:
-        can_restore: It can undo a step.
+        can_restore: The same.
     """
 
-    can_restore = True
-
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, can_restore: bool = True) -> None:
+        self.can_restore = can_restore
         self._objects = _objects_of(optimizer)
+        named = list(self._objects.tensors.values())
+        self._was_finite = can_restore or _are_finite(named)
         with torch.no_grad():
             self._tensors = [
                 (name, KeptTensor(tensor, is_copied=True))
-                for name, tensor in self._objects.tensors.values()
+                for name, tensor in (named if can_restore else ())
             ]
 
     def was_finite(self) -> bool:
         """True if weights and state were finite. Incurs a CPU-GPU sync."""
         copies = [(name, each.copied) for name, each in self._tensors]
-        return _are_finite([(n, each) for n, each in copies if each is not None])
+        known = [(name, each) for name, each in copies if each is not None]
+        return self._was_finite and _are_finite(known)
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns what a tensor held; None if it was not there, or not copied."""
@@ -56,40 +61,12 @@ class OptimizerSnapshot:
 
     def restore(self) -> None:
         """Restores everything but the gradients, which stay as they are."""
+        if not self.can_restore:
+            return
         self._objects.restore()
         with torch.no_grad():
             for _, kept in self._tensors:
                 kept.restore(is_write=True)
-
-
-class NoSnapshot:
-    """In the place of a snapshot where a step cannot be undone.
-
-    That of an engine cannot: its gradients are used up, and its counters have risen.
-    Incurs a CPU-GPU sync.
-
-    Args:
-        optimizer: The optimizer, which is looked at and not copied.
-    """
-
-    can_restore = False
-
-    def __init__(self, optimizer: Any) -> None:
-        self._was_finite = _are_finite(list(_objects_of(optimizer).tensors.values()))
-
-    def was_finite(self) -> bool:
-        """True if weights and state were finite."""
-        return self._was_finite
-
-    def held(self, tensor: torch.Tensor) -> None:
-        """Returns None: nothing is copied."""
-
-    def attributes(self, optimizer: Any) -> dict[str, Any]:
-        """Returns none: nothing is kept."""
-        return {}
-
-    def restore(self) -> None:
-        """Does nothing."""
 
 
 def _objects_of(optimizer: Any) -> KeptObjects:
