@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from .config import GuardConfig
-from .measurements import Measurements
+from .core import GuardCore
 from .monitors.monitor import Notice
 from .outer import outer
 from .ranks.rank_info import RankInfo
@@ -23,7 +22,6 @@ from .verdict.entry_headroom import least_headroom
 from .verdict.roles import kind_of
 from .verdict.verdict import Verdict
 from .watching.judged_tensors import JudgedTensors
-from .watching.watch import ModelWatch
 
 _MIB = 2**20  # bytes
 _now = time.perf_counter  # a test that patches time has its patch to itself
@@ -37,20 +35,12 @@ class Archive:
     """Keeps the evidence and the log that the configuration asks for. Never raises.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        measurements: The guard's cost, and its flight record.
+        guard: The guard's core.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        measurements: Measurements,
-    ) -> None:
-        self._config = config
-        self._watches = watches
-        self._measurements = measurements
+    def __init__(self, guard: GuardCore) -> None:
+        self._config, self._watches = guard.config, guard.watches
+        self._measurements = guard.measurements
         self._begun = _now()
         self._page_seconds = 0.0
 

@@ -8,19 +8,13 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from .. import _C
-from .config import GuardConfig
-from .isolation import ErrorIsolation
-from .measurements import Measurements
+from .core import GuardCore
 from .optimizers.engine_scaler import LossScaler
 from .optimizers.optimizer_hook import OptimizerHook
-from .step_clock import StepClock
-from .undo.restore_point import RestorePoint
 from .unit import Unit, UnitKind
 from .verdict.bad_frames import BadFrame, take_bad, take_evaluated
 from .verdict.masks import Masks
-from .verdict.rules import Rules
 from .watching.judged_tensors import JudgedTensors
-from .watching.watch import ModelWatch
 
 _log = logging.getLogger("overflow_fast")
 
@@ -29,16 +23,10 @@ class Collector:
     """Collects what was seen of a unit.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        rules: The values that are allowed.
-        clock: The step at hand.
-        measurements: Have the flight record, which gets a scaler's scale.
-        isolation: Isolates the guard's own errors.
-        start: The models as they were when the step began, or None.
+        guard: The guard's core.
 
     Attributes:
-        watches: The same.
+        watches: The watched models.
         wanted: What is watched.
         tensors: Scans what stands in no module's call.
         masks: Leaves out -inf of outputs where nothing else is bad.
@@ -46,26 +34,13 @@ class Collector:
         lost: The last error of a device's own that `scan_failed()` has raised, or None.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        rules: Rules,
-        clock: StepClock,
-        measurements: Measurements,
-        isolation: ErrorIsolation,
-        start: RestorePoint | None,
-    ) -> None:
-        self._start = start
-        self._is_tripwire = config.is_tripwire
-        self._clock = clock
-        self._measurements = measurements
-        self._isolation = isolation
+    def __init__(self, guard: GuardCore) -> None:
+        self._guard = guard
         self._is_blind = False  # a tripwire had nothing to look at, which was logged
-        self.watches = watches
-        self.wanted = config.wanted
-        self.tensors = JudgedTensors(watches, config.weights_every)
-        self.masks = Masks(rules)
+        self.watches = guard.watches
+        self.wanted = guard.config.wanted
+        self.tensors = JudgedTensors(guard.watches, guard.config.weights_every)
+        self.masks = Masks(guard.rules)
         self.has_scaler = False
         self.lost: Exception | None = None
 
@@ -76,7 +51,7 @@ class Collector:
         scaler: LossScaler | None = None,
     ) -> Unit:
         """A unit of the step at hand, of which nothing was seen yet."""
-        clock = self._clock
+        clock = self._guard.clock
         return Unit(clock.step, kind, hook, scaler, clock.left_out, kind.can_restore)
 
     @property
@@ -99,7 +74,8 @@ class Collector:
     def take(self, last_frame: int, with_evaluated: bool = False) -> list[BadFrame]:
         """Takes the bad frames up to one; on request those of forwards alone, too."""
         frames = take_bad(self.watches, last_frame)
-        around = [] if self._start is None else self._start.around
+        start = self._guard.start
+        around = [] if start is None else start.around
         for each in frames:
             each.leave_out(around)
         frames = [each for each in frames if not each.is_around or each.bad_entries]
@@ -130,7 +106,7 @@ class Collector:
         self.tensors.scan(hook.optimizer, others, engine)
         has_loss = any(watch.has_loss_of_step for watch in self.watches)
         is_blind = not (self.tensors.num_gradients or has_loss)
-        if is_blind and self._is_tripwire:
+        if is_blind and self._guard.config.is_tripwire:
             self._warn_blind()
 
     def scan_all(self) -> None:
@@ -152,7 +128,7 @@ class Collector:
                 lost.append(error)
             watch.recorder.scan_failed(self.tensors.find)
         if lost:
-            self._isolation.programs_error = self.lost = lost[0]
+            self._guard.isolation.programs_error = self.lost = lost[0]
             raise lost[0]
 
     def note_scaler(self, scaler: LossScaler | None) -> None:
@@ -160,9 +136,10 @@ class Collector:
         if scaler is None:
             return
         self.has_scaler = True
-        if self._measurements.record is not None:
-            with self._isolation.isolated():
-                self._measurements.record.scan_loss_scale(scaler)
+        record = self._guard.measurements.record
+        if record is not None:
+            with self._guard.isolation.isolated():
+                record.scan_loss_scale(scaler)
 
     def _warn_blind(self) -> None:
         """Logs, once, that a step had nothing that a tripwire looks at."""
@@ -174,5 +151,5 @@ class Collector:
             "gradient in it. Return the loss from the model or give "
             "guard.record(loss=loss), or leave watch at its default. Later steps of "
             "this kind are not logged.",
-            self._clock.step,
+            self._guard.clock.step,
         )

@@ -8,17 +8,14 @@ policy, the log and the evidence are what they are without an explanation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
 from ..base.text import error_line
-from .config import GuardConfig
-from .kept_calls.call_keeper import CallKeeper
+from .core import GuardCore
 from .optimizers.last_steps import LastSteps
 from .outer import outer
-from .overhead import OverheadTimer
 from .process import world_size
 from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together
@@ -28,7 +25,7 @@ from .requests.held_call import HeldCall
 from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
-from .watching.watch import ModelWatch, models_of
+from .watching.watch import models_of
 
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
@@ -75,31 +72,17 @@ class Explaining:
     """Decides which of a guard's alarms are explained, and asks the explainer.
 
     Args:
-        config: The guard's. "auto" explains always where the run ends; else the first
-            time for each place, at most once in 100 steps.
-        watches: The watched models.
-        keeper: Keeps the calls of a step; None if nothing is to be run again.
-        make_watches: Makes watches of the models that look at everything.
-        find_optimizers: Returns the optimizers that still exist.
-        timer: Measures the guard's own cost, of which what is run again is no part.
+        guard: The guard's core. Its `explain="auto"` explains always where the run
+            ends; else the first time for each place, at most once in 100 steps.
 
     Attributes:
         is_off: No step is kept, and none is to be explained.
         looks_again: A bad step is run again with everything watched.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        keeper: CallKeeper | None,
-        make_watches: Callable[[], list[ModelWatch]],
-        find_optimizers: Callable[[], list[torch.optim.Optimizer]],
-        timer: OverheadTimer,
-    ) -> None:
-        self._timer = timer
-        self._watches = watches
-        self._keeper = keeper
+    def __init__(self, guard: GuardCore) -> None:
+        config, watches, keeper = guard.config, guard.watches, guard.keeper
+        self._timer, self._keeper = guard.measurements.timer, keeper
         self._asked = config.explain.when
         is_replay_safe = config.explain.replay_safe or config.verdicts_are_late
         is_asked = self._asked != "never"
@@ -112,7 +95,7 @@ class Explaining:
                 watch.recorder.note_row()
         self._last_steps = LastSteps(models_of(watches) if is_asked else None)
         self._arguments = (
-            *(config, watches, keeper, make_watches, find_optimizers),
+            *(config, watches, keeper, guard.full_watches, guard.optimizers),
             *(self._last_steps, compares),
         )
         self._explainer: Explainer | None = None

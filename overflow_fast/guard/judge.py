@@ -30,24 +30,20 @@ from contextlib import AbstractContextManager
 
 from .. import _C
 from ..base.text import error_line
-from .config import GuardConfig
+from .core import GuardCore
 from .explaining import Explaining
-from .isolation import ErrorIsolation
-from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.left_gradients import LeftGradients, gradients_of
 from .ledger import CLEAN, Ledger
 from .monitors.running import clauses_of
 from .monitors.spikes import SPIKE
-from .optimizers.optimizer_hook import OptimizerHook, living
-from .overhead import OverheadTimer
+from .optimizers.optimizer_hook import OptimizerHook
 from .policy import Situation, checked_action, choose
-from .ranks.agreement import Agreed, Agreement, Wishes
+from .ranks.agreement import Agreed, Wishes
 from .report.coverage import GuardCoverage
 from .report.notice import notices_text
 from .report.report import Report
 from .report_of_unit import report_of
 from .undo.lending import lent
-from .undo.restore_point import RestorePoint
 from .unit import RunsAgain, Unit
 from .verdict.attribution import attribute
 from .verdict.optimizer_settings import bad_settings
@@ -63,15 +59,8 @@ class Judge:
     """Judges units: steps, updates, checks, evaluations, exceptions, requests.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        hooks: The optimizers' hooks.
-        start: The models as they were when the step began, or None.
-        keeper: Keeps a step's calls for an explanation, or None.
+        guard: The guard's core.
         explaining: Decides what is explained.
-        agreement: The ranks that decide together.
-        isolation: Isolates the guard's own errors.
-        timer: Measures the guard's own cost.
         ledger: Has the numbers, and writes down what was judged.
         tensors: The scanned tensors that stand in no call.
         may_overflow: True if a step may overflow although its gradients are finite.
@@ -84,35 +73,25 @@ class Judge:
 
     def __init__(
         self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        hooks: Sequence[OptimizerHook],
-        start: RestorePoint | None,
-        keeper: CallKeeper | None,
+        guard: GuardCore,
         explaining: Explaining,
-        agreement: Agreement,
-        isolation: ErrorIsolation,
-        timer: OverheadTimer,
         ledger: Ledger,
         tensors: JudgedTensors,
         may_overflow: Callable[[OptimizerHook], bool],
         coverage: Callable[[Sequence[ModelWatch]], GuardCoverage],
     ) -> None:
-        self._config = config
-        self._watches = watches
-        self._hooks = hooks
-        self._start = start if config.may_restore else None
-        self._keeper = keeper
+        self._guard = guard
+        self._config, self._watches = guard.config, guard.watches
+        self._start, self._keeper = guard.undone_to, guard.keeper
         self._explaining = explaining
-        self._agreement = agreement
-        self._isolation = isolation
-        self._timer = timer
+        self._agreement, self._isolation = guard.agreement, guard.isolation
         self._ledger = ledger
         self._tensors = tensors
         self._may_overflow = may_overflow
         self._coverage = coverage
-        self._is_asked = callable(config.on_overflow)
+        self._is_asked = callable(guard.config.on_overflow)
         self._num_frames = _C.Recorder.num_frames()
+        keeper = guard.keeper
         self.left = LeftGradients() if keeper is None else keeper.left
         self.num_agreed = 0
 
@@ -244,7 +223,7 @@ class Judge:
         if verdict.origin.source not in ("weight", "optimizer_state"):
             return verdict
         with self._isolation.isolated():
-            settings = bad_settings(living(self._hooks))
+            settings = bad_settings(self._guard.optimizers())
             verdict = verdict.with_remarks([*verdict.origin.remarks, *settings])
         return verdict
 
@@ -269,7 +248,7 @@ class Judge:
         """Makes the report of a bad unit, and keeps its evidence."""
         watches = unit.watches or self._watches
         report = report_of(unit, verdict, watches, self._config.explain.frames)
-        report.action, report.cost = action, self._timer.cost
+        report.action, report.cost = action, self._guard.measurements.timer.cost
         report.not_covered = self._coverage(watches).gaps()
         report.num_skipped = self._ledger.rounds.num_skipped
         tensors = self._tensors if unit.kind.is_scanned else None

@@ -12,14 +12,13 @@ more: the queue stays empty.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from .collect import Collector
-from .config import GuardConfig
+from .core import GuardCore
 from .optimizers.device_flags import DeviceFlags
 from .optimizers.loss_scaling import has_skipped, without_expected
 from .optimizers.optimizer_hook import OptimizerHook
-from .undo.restore_point import RestorePoint
 from .unit import LATE, Unit
 
 
@@ -27,26 +26,17 @@ class LaggedSteps:
     """The steps whose verdicts are on their way.
 
     Args:
-        config: The guard's.
-        hooks: The optimizers' hooks.
-        start: The models as they were when the step began, or None.
+        guard: The guard's core.
         collector: Collects what was seen.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        hooks: Sequence[OptimizerHook],
-        start: RestorePoint | None,
-        collector: Collector,
-    ) -> None:
-        self._collector = collector
-        self._start = start if config.may_restore else None
+    def __init__(self, guard: GuardCore, collector: Collector) -> None:
+        self._collector, self._start = collector, guard.undone_to
         self._waiting: deque[Unit] = deque()
         self._doubted: set[OptimizerHook] = set()
         self._flags: DeviceFlags | None = None
-        if config.verdicts_are_late:
-            self._flags = DeviceFlags(config, collector.watches, hooks)
+        if guard.config.verdicts_are_late:
+            self._flags = DeviceFlags(guard.config, guard.watches, guard.hooks)
 
     def holds(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from .archive import Archive
-from .config import GuardConfig
+from .core import GuardCore
 from .error_notes import add_report
-from .isolation import ErrorIsolation
-from .measurements import Measurements
-from .optimizers.optimizer_hook import OptimizerHook, living
+from .optimizers.optimizer_hook import OptimizerHook
 from .policy import limit_skips
 from .report.alarm_log import AlarmLog
 from .report.cost import Cost
@@ -37,14 +34,10 @@ class Ledger:
     """Counts what was judged, and writes it to evidence, log and flight record.
 
     Args:
-        config: The guard's.
-        hooks: The optimizers' hooks.
-        archive: Evidence and log.
-        isolation: Isolates the guard's own errors.
-        measurements: Have the flight record.
+        guard: The guard's core.
 
     Attributes:
-        archive: The same.
+        archive: Evidence and log.
         rounds: Counts steps and skips.
         requests: Counts requests.
         last_report: The report of the last bad unit, or None.
@@ -52,25 +45,14 @@ class Ledger:
         num_bad_in_row: Those since the last finite round, but for requests.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        hooks: Sequence[OptimizerHook],
-        archive: Archive,
-        isolation: ErrorIsolation,
-        measurements: Measurements,
-    ) -> None:
-        self._most_skips = config.max_consecutive_skips
-        self._raises = config.on_overflow == "raise"
-        self._hooks = hooks
-        self._isolation = isolation
-        self._measurements = measurements
+    def __init__(self, guard: GuardCore) -> None:
+        self._guard, self._isolation = guard, guard.isolation
         self._alarms = AlarmLog()
         self._line: _Line | None = None
         self._spike_step: int | None = None  # the last finite step with a spike
         self._num_spikes = 0
-        self.archive = archive
-        self.rounds = Rounds(hooks)
+        self.archive = Archive(guard)
+        self.rounds = Rounds(guard.hooks)
         self.requests = RequestNumbers()
         self.last_report: Report | None = None
         self.num_bad = self.num_bad_in_row = 0
@@ -103,7 +85,8 @@ class Ledger:
         """Counts a step that is skipped; after too many in a row it raises instead."""
         rounds = self.rounds
         rounds.note(hook, is_skipped=True, is_by_guard=True)
-        choice = limit_skips(rounds.consecutive_skips, self._most_skips)
+        most = self._guard.config.max_consecutive_skips
+        choice = limit_skips(rounds.consecutive_skips, most)
         if choice.action != "skip":
             rounds.take_back()
         report.action = choice.action
@@ -126,7 +109,8 @@ class Ledger:
             NonFiniteError: If that is the action, unless the program itself has raised.
         """
         if unit.error is not None:  # the program's own goes on
-            if add_report(unit.error, report) and not self._raises:
+            raises = self._guard.config.on_overflow == "raise"
+            if add_report(unit.error, report) and not raises:
                 _log.warning("%s", unit.line(report))
             return
         if report.action == "raise":
@@ -202,10 +186,10 @@ class Ledger:
 
     def record_step(self, step: int, cost: Cost | None) -> None:
         """Ends the flight record's line; its cost is None where it was not measured."""
-        record = self._measurements.record
+        record = self._guard.measurements.record
         if record is None:
             return
-        optimizers, has_spike = living(self._hooks), self._spike_step == step
+        optimizers, has_spike = self._guard.optimizers(), self._spike_step == step
         report, is_skipped = self.last_report, self.rounds.is_skipped
         try:
             record.end_step(step, cost, optimizers, report, is_skipped, has_spike)
@@ -216,9 +200,10 @@ class Ledger:
         """Writes what is known of the last step, and closes log and record."""
         self.end_line()
         self.archive.close()
-        if self._measurements.record is not None:
+        record = self._guard.measurements.record
+        if record is not None:
             with self._isolation.isolated():
-                self._measurements.record.close(self.last_report)
+                record.close(self.last_report)
 
     def counts(self) -> dict[str, float]:
         """The numbers of bad, skipped and spiky steps, and of requests."""

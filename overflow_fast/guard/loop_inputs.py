@@ -13,14 +13,11 @@ from .. import _C
 from ..base.graph import leaves_of
 from ..base.modules import parameters_of
 from ..base.tensors import loss_in
-from .config import GuardConfig
-from .isolation import ErrorIsolation
-from .kept_calls.call_keeper import CallKeeper
+from .core import GuardCore
 from .requests.requests import Requests
-from .step_clock import StepClock
 from .watching.judged_tensors import JudgedTensors
 from .watching.loop_batches import LoopBatch
-from .watching.watch import ModelWatch, models_of
+from .watching.watch import models_of
 
 _log = logging.getLogger("overflow_fast")
 # Names of recorded tensors, each of which takes 2 KiB for good. Tensors beyond share a
@@ -45,32 +42,17 @@ class LoopInputs:
     """Takes in what the training loop hands over for the step at hand.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        keeper: Keeps the calls of a step, or None.
-        clock: Tells whether the step is watched.
+        guard: The guard's core.
         tensors: Scans what stands in no module's call.
-        isolation: Isolates the guard's own errors.
 
     Attributes:
         on_left: Called with the exception that has left the outermost function.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        keeper: CallKeeper | None,
-        clock: StepClock,
-        tensors: JudgedTensors,
-        isolation: ErrorIsolation,
-    ) -> None:
-        self._config = config
-        self._watches = watches
-        self._keeper = keeper
-        self._clock = clock
-        self._tensors = tensors
-        self._isolation = isolation
+    def __init__(self, guard: GuardCore, tensors: JudgedTensors) -> None:
+        self._config, self._watches = guard.config, guard.watches
+        self._keeper, self._clock = guard.keeper, guard.clock
+        self._tensors, self._isolation = tensors, guard.isolation
         self._num_running = 0
         self._said = set[str]()
         # The number of calls in a row that ran another model, and of steps by then.

@@ -43,6 +43,7 @@ from ..torch_internals import clipping
 from ..torch_internals.module_internals import spare_forward_hooks
 from . import uncaught_errors
 from .config import EVERYTHING, GuardConfig, wanted_of
+from .core import GuardCore
 from .isolation import SWITCHING, ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper, make_keeper
 from .loop_inputs import LoopInputs
@@ -156,24 +157,12 @@ class GuardParts:
         looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         self.clock = StepClock(config.schedule, watches, start)
-        self.pipeline = Pipeline(
-            config,
-            watches,
-            hooks,
-            self.rules,
-            start,
-            self.keeper,
-            self._full_watches,
-            agreement,
-            isolation,
-            self.clock,
-            self.measurements,
-            monitors,
+        self._core = core = GuardCore(
+            *(config, watches, hooks, self.rules, start, self.keeper),
+            *(self._full_watches, agreement, isolation, self.clock, self.measurements),
         )
-        tensors = self.pipeline.tensors
-        self.inputs = LoopInputs(
-            *(config, watches, self.keeper, self.clock, tensors, isolation)
-        )
+        self.pipeline = Pipeline(core, monitors)
+        self.inputs = LoopInputs(core, self.pipeline.tensors)
         self.inputs.on_left = functools.partial(self.on_raised, ends=False)
         for watch in watches:
             watch.suppresses = isolation.suppresses
@@ -191,10 +180,7 @@ class GuardParts:
     def judge_requests(self) -> Requests:
         """Judges forwards without autograd as requests from now on."""
         if self.requests is None:
-            self.requests = self.inputs.requests = Requests(
-                *(self.config, self.watches, bool(self.hooks), self.keeper),
-                *(self.pipeline, self.isolation, self._full_watches),
-            )
+            self.requests = self.inputs.requests = Requests(self._core, self.pipeline)
             self.pipeline.evaluated.is_off = True  # a request holds them
             if self.is_enabled:
                 self.requests.forwards.attach()

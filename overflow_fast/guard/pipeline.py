@@ -21,26 +21,22 @@ a rank doubts the step that was judged last. Numbers are the ledger's.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from .. import _C
 from ..torch_internals.running import graph_task_id
-from .archive import Archive
 from .collect import Collector
-from .config import GuardConfig
+from .core import GuardCore
 from .explaining import Explaining
-from .isolation import ErrorIsolation, measured
+from .isolation import measured
 from .judge import Judge
-from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.evaluated_calls import EvaluatedCalls
 from .lagged import LaggedSteps
 from .ledger import Ledger
-from .measurements import Measurements
 from .monitors.running import RunningMonitors
 from .optimizers import scaler_hook as scalers
 from .optimizers.doubts import Doubts
@@ -51,22 +47,18 @@ from .optimizers.loss_scaling import (
     without_expected,
     without_gradients,
 )
-from .optimizers.optimizer_hook import OptimizerHook, living
+from .optimizers.optimizer_hook import OptimizerHook
 from .optimizers.updated import see_update
 from .optimizers.updates import kept_step
 from .raised_steps import RaisedSteps
-from .ranks.agreement import Agreement
 from .report.coverage import GuardCoverage
 from .report.entry_words import what_of
 from .report.report import NonFiniteError, Report
-from .step_clock import StepClock
 from .undo.optimizer import OptimizerSnapshot
-from .undo.restore_point import RestorePoint
 from .unit import CHECK, EVALUATION, STEP, UPDATE, Unit
 from .unseen_loss import UnseenLoss
 from .verdict.attribution import bad_entry
 from .verdict.bad_frames import BadFrame, in_order, take_evaluated
-from .verdict.rules import Rules
 from .watching.evaluation import Evaluation
 from .watching.watch import ModelWatch
 
@@ -81,21 +73,11 @@ class Pipeline:
     program's.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        hooks: The optimizers' hooks.
-        rules: The values that are allowed.
-        start: The models as they were when the step began, or None.
-        keeper: Keeps a step's calls for an explanation, or None.
-        full_watches: Makes watches of the models that look at everything.
-        agreement: The ranks that decide together.
-        isolation: Isolates the guard's own errors.
-        clock: The step at hand: its number, and how much of it is watched.
-        measurements: The guard's cost, headroom and flight record.
+        guard: The guard's core.
         monitors: The monitors of finite steps.
 
     Attributes:
-        agreement: The same.
+        agreement: The ranks that decide together.
         collector: Collects what was seen.
         tensors: Scans what stands in no module's call.
         ledger: Has the numbers, and writes down what was judged.
@@ -105,58 +87,32 @@ class Pipeline:
             none, and where they are alarms.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        hooks: Sequence[OptimizerHook],
-        rules: Rules,
-        start: RestorePoint | None,
-        keeper: CallKeeper | None,
-        full_watches: Callable[[], list[ModelWatch]],
-        agreement: Agreement,
-        isolation: ErrorIsolation,
-        clock: StepClock,
-        measurements: Measurements,
-        monitors: RunningMonitors,
-    ) -> None:
-        self._ignores_spikes = config.ignores_spikes
-        self._watches_gradients = config.wanted.gradients
-        self._watches = watches
-        self._hooks = hooks
-        self._rules = rules
-        self._start = start
-        self._keeper = keeper
-        self._isolation = isolation
-        self._clock = clock
-        self._measurements = measurements
-        self._monitors = monitors
-        self.agreement = agreement
-        seen = watches, rules, clock, measurements, isolation, start
-        self.collector = Collector(config, *seen)
+    def __init__(self, guard: GuardCore, monitors: RunningMonitors) -> None:
+        self._guard, self._monitors = guard, monitors
+        self._watches, self._hooks = guard.watches, guard.hooks
+        self._start, self._keeper = guard.start, guard.keeper
+        self._isolation, self._clock = guard.isolation, guard.clock
+        self._measurements = guard.measurements
+        self.agreement = guard.agreement
+        self.collector = Collector(guard)
         self.tensors = self.collector.tensors
         self._unseen_loss = UnseenLoss(self.collector)
-        archive = Archive(config, watches, measurements)
-        self.ledger = Ledger(config, hooks, archive, isolation, measurements)
+        self.ledger = Ledger(guard)
         self.rounds = self.ledger.rounds
-        self._explaining = Explaining(
-            *(config, watches, keeper, full_watches),
-            *(functools.partial(living, hooks), measurements.timer),
-        )
+        self._explaining = Explaining(guard)
         self.judge = Judge(
-            *(config, watches, hooks, start, keeper, self._explaining, agreement),
-            *(isolation, measurements.timer, self.ledger, self.tensors),
-            self._may_overflow,
+            *(guard, self._explaining, self.ledger, self.tensors, self._may_overflow),
             lambda seen_by: self._coverage(seen_by, []),
         )
-        self._lagged = LaggedSteps(config, hooks, start, self.collector)
-        self._doubts = Doubts(watches, clock, isolation)
+        self._lagged = LaggedSteps(guard, self.collector)
+        self._doubts = Doubts(guard)
         self._is_doubted = False  # a rank doubts the step that all have judged last
-        self._raised = RaisedSteps(self.collector, self.judge, self._explaining, keeper)
+        seen = self.collector, self.judge, self._explaining
+        self._raised = RaisedSteps(guard, *seen)
         self.evaluation: Evaluation | None = None
         self.evaluated = EvaluatedCalls()
-        if keeper is not None and hooks:
-            for watch in watches:
+        if guard.keeper is not None and guard.hooks:
+            for watch in guard.watches:
                 watch.inputs.captures.append(self.evaluated)
                 watch.on_part = self.evaluated.begin
         self._last_seen: Report | None = None  # when the last round ended
@@ -512,7 +468,7 @@ class Pipeline:
         for watch in self.collector.watches:
             watch.note_given_up()
         is_cleared = all(e.frame.order <= e.watch.num_given_up for e in frames)
-        if not (is_cleared and self._watches_gradients):
+        if not (is_cleared and self.collector.wanted.gradients):
             return
         if any(each.is_backward for each in frames):
             first = self.judge.verdict_on(unit).first
@@ -674,7 +630,7 @@ class Pipeline:
 
     def coverage(self) -> GuardCoverage:
         """Returns what was checked so far."""
-        found = self._coverage(self._watches, self._rules.unused())
+        found = self._coverage(self._watches, self._guard.rules.unused())
         requests = self.ledger.requests
         if found.steps or not requests.are_judged:
             return found
@@ -690,7 +646,7 @@ class Pipeline:
             self.tensors.without_gradient,
             self._isolation.num_failures,
             rules_unused,
-            self._ignores_spikes,
+            self._guard.config.ignores_spikes,
         )
 
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 
 from .collect import Collector
+from .core import GuardCore
 from .error_notes import added_to
 from .explaining import Explaining
 from .judge import Judge
-from .kept_calls.call_keeper import CallKeeper
 from .kept_calls.left_gradients import gradients_of
 from .optimizers.loss_scaling import without_gradients
 from .optimizers.optimizer_hook import OptimizerHook
@@ -34,23 +34,23 @@ class RaisedSteps:
     An exception passes several places that ask for a judgement; the first one has it.
 
     Args:
+        guard: The guard's core.
         collector: Collects what was seen.
         judge: Finds the first bad value.
         explaining: Looks for one that no module showed.
-        keeper: Keeps a step's calls for an explanation, or None.
     """
 
     def __init__(
         self,
+        guard: GuardCore,
         collector: Collector,
         judge: Judge,
         explaining: Explaining,
-        keeper: CallKeeper | None,
     ) -> None:
         self._collector = collector
         self._judge = judge
         self._explaining = explaining
-        self._keeper = keeper
+        self._keeper = guard.keeper
         self._num_calls = -1  # how many there were when one was judged
 
     def seen(

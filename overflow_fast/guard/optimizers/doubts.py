@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,9 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim import Optimizer
 
-from ..isolation import ErrorIsolation
-from ..step_clock import StepClock
-from ..watching.watch import ModelWatch
+from ..core import GuardCore
 from .optimizer_hook import OptimizerHook
 from .updates import is_torchs, may_overflow
 
@@ -34,20 +31,11 @@ class Doubts:
     each step in which a part of it is idle.
 
     Args:
-        watches: The watched models.
-        clock: The step at hand.
-        isolation: Isolates the guard's own errors.
+        guard: The guard's core.
     """
 
-    def __init__(
-        self,
-        watches: Sequence[ModelWatch],
-        clock: StepClock,
-        isolation: ErrorIsolation,
-    ) -> None:
-        self._watches = watches
-        self._clock = clock
-        self._isolation = isolation
+    def __init__(self, guard: GuardCore) -> None:
+        self._guard, self._watches = guard, guard.watches
         self._seen = WeakKeyDictionary[Optimizer, _Seen]()  # of those not torch's
 
     def may_overflow(self, hook: OptimizerHook, is_lagged: bool = False) -> bool:
@@ -60,13 +48,13 @@ class Doubts:
         """
         largest = max(watch.recorder.largest_gradient for watch in self._watches)
         optimizer = hook.optimizer
-        if optimizer is None or not self._clock.is_watched:
+        if optimizer is None or not self._guard.clock.is_watched:
             return False
         rate = _largest_rate(optimizer, reads_devices=not is_lagged)
         is_known, is_small = is_torchs(optimizer), largest <= _HARMLESS and rate <= 1.0
         if is_known and is_small:
             return False
-        with self._isolation.isolated():
+        with self._guard.isolation.isolated():
             is_new = not is_known and self._is_new(optimizer, largest)
             is_large = not is_small and may_overflow(optimizer, largest, rate)
             return is_new or is_large

@@ -25,7 +25,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -34,10 +34,8 @@ import torch
 from ... import _C
 from ...base.text import drop_own_frames
 from ...base.tree import path_text, tensors
-from ..config import GuardConfig
-from ..isolation import ErrorIsolation
+from ..core import GuardCore
 from ..kept_calls.ambient import Ambient
-from ..kept_calls.call_keeper import CallKeeper
 from ..kept_calls.held_function import HeldFunction
 from ..kept_calls.kept_call import KeptCall
 from ..pipeline import Pipeline
@@ -68,36 +66,21 @@ class Requests:
     """Judges the requests of one guard.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        has_optimizer: The guard has an optimizer: what runs with autograd is its.
-        keeper: Keeps a training's calls for an explanation, or None.
+        guard: The guard's core. Where it has an optimizer, what runs with autograd is
+            its.
         pipeline: Judges them, as it does steps.
-        isolation: Isolates the guard's own errors.
-        full_watches: Makes watches of the models that look at everything.
 
     Attributes:
         forwards: The outermost forwards that run.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        has_optimizer: bool,
-        keeper: CallKeeper | None,
-        pipeline: Pipeline,
-        isolation: ErrorIsolation,
-        full_watches: Callable[[], list[ModelWatch]],
-    ) -> None:
-        self._may_replay = config.may_replay
-        self._schedule = config.schedule
-        self._watches = watches
-        self._keeper = keeper
+    def __init__(self, guard: GuardCore, pipeline: Pipeline) -> None:
+        config, watches, has_optimizer = guard.config, guard.watches, bool(guard.hooks)
+        self._config, self._watches, self._keeper = config, watches, guard.keeper
         self._pipeline = pipeline
         self._numbers = pipeline.ledger.requests
         self._numbers.are_judged = True
-        self._isolation = isolation
+        self._isolation = isolation = guard.isolation
         self._left = LeftState(watches)
         for watch in () if has_optimizer else watches:
             watch.inputs.caller = "the program"
@@ -109,7 +92,8 @@ class Requests:
         )
         leave_out = self.forwards.leave_out
         self._replays = Replays(
-            *(config, watches, full_watches, self._gate, self._unlocked, leave_out)
+            *(config, watches, guard.full_watches),
+            *(self._gate, self._unlocked, leave_out),
         )
         self._lock = threading.RLock()  # held while a request is judged
         self._open: weakref.WeakSet[Request] = weakref.WeakSet()
@@ -262,7 +246,7 @@ class Requests:
             self._open.add(request)
         if request.ids:
             request.order = RowOrder(frame)
-        if self._schedule.left_out_by(request.number):
+        if self._config.schedule.left_out_by(request.number):
             request.is_left_out = True
             self._numbers.note_left_out()
         return Begun(self, request)
@@ -366,7 +350,8 @@ class Requests:
         """Notes what a bad request has left, before it is run again."""
         unit.has_room = unit.error is None or leaves_room(unit.error)
         left = self._left.by(request.bad)
-        if request.bad is not None and self._may_replay and request.function is None:
+        may_replay = self._config.may_replay and request.function is None
+        if request.bad is not None and may_replay:
             request.zeroed = request.bad.left_bad()
         unit.made = functools.partial(self._report_of, request, left)
         unit.noted = functools.partial(self._note, unit, request)
