@@ -30,16 +30,9 @@ from .watching.watch import models_of
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
-_LATE = (
-    "The step was not replayed: its verdict came when the weights had been stepped "
-    "(sync='lagged')."
-)
 _ALONE = (
     "The step was not replayed: an exception has ended it on this rank, and its "
     "collectives would wait for the others."
-)
-_TOO_LATE = (
-    "The step was not run again: its weights had been stepped when it was judged."
 )
 
 
@@ -118,11 +111,10 @@ class Explaining:
         """
         if not self._is_due(unit.number, verdict, ends):
             return None
-        known = _without_explainer(unit.kind.moment)
         if isinstance(unit.call, str) and self._keeper is not None:
-            known = _noting(unit.call)
-        if known is not None:
-            return known
+            return _noting(unit.call)
+        if unit.kind.moment == "raised" and world_size() > 1:
+            return _noting(_ALONE)
         try:
             with self._timer.left_out():
                 if unit.explains is not None:
@@ -187,9 +179,6 @@ class Explaining:
         text = why_not_together(offers)
         if text:
             return _noting(text), False
-        known = _without_explainer(moment)
-        if known is not None:
-            return known, False
         with self._timer.left_out():
             return self._loaded().explain_together(agreed, moment)
 
@@ -205,8 +194,6 @@ class Explaining:
         Returns:
             The same with the bad frames of the replay; with a note if there are none.
         """
-        if found.kind.moment == "after":
-            return found.with_note(_TOO_LATE)
         try:
             with self._timer.left_out():
                 return self._loaded().look_again(found)
@@ -224,8 +211,7 @@ class Explaining:
             What this rank has seen; a note, the same on all ranks, if it could not be
             run, or was finite, else ""; and whether a rank was lost.
         """
-        is_late = found.kind.moment == "after"
-        why = _TOO_LATE if is_late else why_not_together(agreed.offers)
+        why = why_not_together(agreed.offers)
         if why:
             return found, why, False
         with self._timer.left_out():
@@ -265,15 +251,6 @@ class Explaining:
         self._places.add(place)
         self._last = step
         return True
-
-
-def _without_explainer(moment: str) -> Explanation | None:
-    """The explanation of what is never run again; None for other steps."""
-    if moment == "after":
-        return _noting(_LATE)
-    if moment == "raised" and world_size() > 1:
-        return _noting(_ALONE)
-    return None
 
 
 def _noting(text: str) -> Explanation:

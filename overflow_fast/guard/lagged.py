@@ -36,7 +36,7 @@ class LaggedSteps:
         self._doubted: set[OptimizerHook] = set()
         self._flags: DeviceFlags | None = None
         if guard.config.verdicts_are_late:
-            self._flags = DeviceFlags(guard.config, guard.watches, guard.hooks)
+            self._flags = DeviceFlags(guard)
 
     def holds(self, hook: OptimizerHook) -> bool:
         """True if an optimizer's step is made before its verdict is there."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from ..config import GuardConfig
+from ..core import GuardCore
 from ..undo.restore_point import RestorePoint
-from ..watching.watch import ModelWatch
 from .optimizer_hook import OptimizerHook
 
 
@@ -18,22 +15,16 @@ class DeviceFlags:
     Devices compute them if one of the optimizers can skip by them.
 
     Args:
-        config: The guard's; its verdicts are lagged.
-        watches: The watched models.
-        hooks: The optimizers' hooks.
+        guard: The core of a guard whose verdicts are lagged.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        hooks: Sequence[OptimizerHook],
-    ) -> None:
-        self._policy = config.on_overflow
-        self._watches = watches
+    def __init__(self, guard: GuardCore) -> None:
+        self._policy, self._watches = guard.config.on_overflow, guard.watches
         may_skip = self._policy in ("skip", "raise")
-        self._are_computed = may_skip and any(hook.found_inf.is_read for hook in hooks)
-        for watch in watches if self._are_computed else ():
+        self._are_computed = may_skip and any(
+            hook.found_inf.is_read for hook in guard.hooks
+        )
+        for watch in guard.watches if self._are_computed else ():
             watch.recorder.want_flags()
 
     def are_lagged(self, hook: OptimizerHook) -> bool:

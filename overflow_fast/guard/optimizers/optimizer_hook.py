@@ -139,7 +139,7 @@ class OptimizerHook:
         self._wrapper = weakref.ref(optimizer)
         self._stepper = weakref.ref(stepper_of(optimizer))
         self._optimizer = weakref.ref(innermost(optimizer))
-        self._judge: StepJudge | None = None
+        self._judge: StepJudge  # since it was attached
         self._may_skip = may_skip
         self._is_attached = False
         self._step: Any = None
@@ -154,7 +154,7 @@ class OptimizerHook:
             lambda each: self._judge_behind if self._waits_in(each) else None,
             self._judge_stray,
             self._end_stray,
-            self._after_call,
+            lambda: self._judge.after_call(),
         )
         self.found_inf = FoundInf(self._optimizer)
         self.is_skipped_elsewhere = False
@@ -266,10 +266,10 @@ class OptimizerHook:
             return
         self.is_skipped_elsewhere = True
         try:
-            self._before_step()
+            self._judge.before_step(self)
         finally:
             self.is_skipped_elsewhere = False
-        self._after_step(True)
+        self._judge.after_step(self, True)
 
     # The function in the place of `step`.
 
@@ -313,7 +313,7 @@ class OptimizerHook:
         try:
             return self._run_judged(step, args, kwargs)
         finally:
-            self._after_call()
+            self._judge.after_call()
 
     def _run_judged(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -344,8 +344,7 @@ class OptimizerHook:
                 result = step(*args, **kwargs)
                 self._last = shape_of(result)
         except Exception as error:
-            if self._judge is not None:
-                _C.run_paused(self._judge.step_raised, self, error)
+            _C.run_paused(self._judge.step_raised, self, error)
             raise
         finally:
             self._is_running = self.has_snapshot = self._waits = False
@@ -355,7 +354,7 @@ class OptimizerHook:
             self.found_inf.drop()
         if self._doubted is not None:
             is_skipped = bool(_C.run_paused(self._is_undone))
-        _C.run_paused(self._after_step, is_skipped)
+        _C.run_paused(self._judge.after_step, self, is_skipped)
         if is_skipped:
             _C.run_paused(_judge_in_other_guards, step)
         return result
@@ -418,10 +417,10 @@ class OptimizerHook:
 
     def _judge_step(self) -> bool:
         """Judges the step; keeps what it may make non-finite all the same."""
-        if self._before_step():
+        if self._judge.before_step(self):
             self._doubted = None
             return True
-        if self._judge is not None and self._doubted is None:
+        if self._doubted is None:
             # With a closure there may be one from before its first evaluation.
             self._doubted = self._judge.kept_of_doubted(self, self._before)
         return False
@@ -429,7 +428,7 @@ class OptimizerHook:
     def _is_undone(self) -> bool:
         """Judges what a step has made of weights and state; undoes it if it is bad."""
         kept, self._doubted = self._doubted, None
-        if kept is None or self._judge is None:
+        if kept is None:
             return False
         self.has_snapshot = kept.can_restore
         try:
@@ -443,17 +442,6 @@ class OptimizerHook:
             kept.restore()
         return is_skipped
 
-    def _before_step(self) -> bool:
-        return self._judge is not None and self._judge.before_step(self)
-
-    def _after_step(self, is_skipped: bool) -> None:
-        if self._judge is not None:
-            self._judge.after_step(self, is_skipped)
-
-    def _after_call(self) -> None:
-        if self._judge is not None:
-            self._judge.after_call()
-
     def _take_snapshot(self, step: Callable[..., Any]) -> OptimizerSnapshot | None:
         """Copies what a step may change before its closure has been judged."""
         stepper: Any = self._stepper()
@@ -466,11 +454,11 @@ class OptimizerHook:
 
     def _judge_stray(self) -> bool:
         self.found_inf.drop()
-        return self._before_step()
+        return self._judge.before_step(self)
 
     def _end_stray(self, is_skipped: bool) -> None:
         self.found_inf.drop()
-        self._after_step(is_skipped)
+        self._judge.after_step(self, is_skipped)
 
 
 def _keep_uncompiled(function: Callable[..., Any]) -> None:

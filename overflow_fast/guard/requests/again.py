@@ -22,7 +22,7 @@ from traceback import walk_tb
 from typing import Any, TypeVar
 
 from ...base.text import error_line
-from ..config import GuardConfig
+from ..core import GuardCore
 from ..kept_calls.call_keeper import Samples
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
@@ -68,35 +68,31 @@ class Replays:
     """Runs requests again, one at a time, within a share of the time.
 
     Args:
-        config: The guard's.
-        watches: The watched models.
-        new_watches: Makes watches of them that look at everything.
+        guard: The guard's core.
         gate: Keeps the forwards of other threads out.
         unlocked: Lets other requests be judged within.
         on_spent: Called with the seconds that each has taken, which are no cost of
             watching.
 
     Attributes:
-        config, watches, gate: The same.
+        config, watches, gate: The guard's, and the same.
         share: Limits the time that they take.
         later: Explains requests behind their answers.
     """
 
     def __init__(
         self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        new_watches: Callable[[], list[ModelWatch]],
+        guard: GuardCore,
         gate: Gate,
         unlocked: Callable[[], contextlib.AbstractContextManager[None]],
         on_spent: Callable[[float], None],
     ) -> None:
-        self.config = config
-        self.watches = watches
+        self.config = guard.config
+        self.watches = guard.watches
         self.gate = gate
         self.share = TimeShare()
         self.later = Later()
-        self._new_watches = new_watches
+        self._new_watches = guard.full_watches
         self._unlocked = unlocked
         self._on_spent = on_spent
         self._first: dict[_Place, Report] = {}

@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any
 
@@ -45,7 +45,7 @@ from ...torch_internals.module_internals import (
 )
 from ...torch_internals.running import is_recorded, running_modules
 from ...torch_internals.scripting import has_no_hooks, leave_hooks_out
-from ..isolation import ErrorIsolation
+from ..core import GuardCore
 from ..watching.entries import entries_of
 from ..watching.watch import ModelWatch
 from .gate import Gate
@@ -87,11 +87,10 @@ class Forwards:
     """The outermost forwards of the requests of one guard.
 
     Args:
-        watches: The watched models, whose forwards are judged as requests from now on.
-        is_tripwire: Of a forward its outputs alone are looked at.
-        has_optimizer: The guard has an optimizer: what runs with autograd is its.
+        guard: The guard's core. The forwards of its models are judged as requests from
+            now on; where it has an optimizer, what runs with autograd is of that. With
+            a tripwire the outputs of a forward alone are looked at.
         gate: They pass it.
-        isolation: Isolates the guard's own errors.
         request_now: Returns the request that this code is in, or None.
         before_first: Called before the first forward.
         on_finite, on_ended: Called where a call that is looked at alone has returned,
@@ -101,21 +100,17 @@ class Forwards:
 
     def __init__(
         self,
-        watches: Sequence[ModelWatch],
-        is_tripwire: bool,
-        has_optimizer: bool,
+        guard: GuardCore,
         gate: Gate,
-        isolation: ErrorIsolation,
         request_now: Callable[[], Request | None],
         before_first: Callable[[], None],
         on_finite: Callable[[ModelWatch, int], None],
         on_ended: Callable[[ModelWatch, int], None],
     ) -> None:
-        self._watches = watches
-        self._is_tripwire = is_tripwire
-        self._has_optimizer = has_optimizer
+        self._watches, self._isolation = guard.watches, guard.isolation
+        self._is_tripwire = guard.config.is_tripwire
+        self._has_optimizer = has_optimizer = bool(guard.hooks)
         self._gate = gate
-        self._isolation = isolation
         self._request_now = request_now
         self._before_first: Callable[[], None] | None = before_first
         self._on_finite, self._on_ended = on_finite, on_ended
@@ -123,7 +118,7 @@ class Forwards:
         self._holder = CallHolder()
         self._handles: list[RemovableHandle] = []
         self._on_since = perf_counter()
-        for watch in watches:
+        for watch in guard.watches:
             watch.judges_requests = True
             watch.is_served = not has_optimizer
             watch.inputs.captures.append(self)

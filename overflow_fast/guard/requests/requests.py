@@ -75,26 +75,22 @@ class Requests:
     """
 
     def __init__(self, guard: GuardCore, pipeline: Pipeline) -> None:
-        config, watches, has_optimizer = guard.config, guard.watches, bool(guard.hooks)
-        self._config, self._watches, self._keeper = config, watches, guard.keeper
+        self._config, self._watches = guard.config, guard.watches
+        self._keeper, self._isolation = guard.keeper, guard.isolation
         self._pipeline = pipeline
         self._numbers = pipeline.ledger.requests
         self._numbers.are_judged = True
-        self._isolation = isolation = guard.isolation
-        self._left = LeftState(watches)
-        for watch in () if has_optimizer else watches:
+        self._left = LeftState(guard.watches)
+        for watch in () if guard.hooks else guard.watches:
             watch.inputs.caller = "the program"
         self._gate = Gate(_WAIT)
         self.forwards = Forwards(
-            *(watches, config.is_tripwire, has_optimizer, self._gate, isolation),
+            *(guard, self._gate),
             *(functools.partial(request_of, self), self._left.look),
             *(self._count_finite, self.judge_evaluated),
         )
         leave_out = self.forwards.leave_out
-        self._replays = Replays(
-            *(config, watches, guard.full_watches),
-            *(self._gate, self._unlocked, leave_out),
-        )
+        self._replays = Replays(guard, self._gate, self._unlocked, leave_out)
         self._lock = threading.RLock()  # held while a request is judged
         self._open: weakref.WeakSet[Request] = weakref.WeakSet()
         self._open_lock = threading.Lock()  # others begin while one is looked for
