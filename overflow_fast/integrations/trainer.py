@@ -6,8 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
-
 from ..guard.report.report import NonFiniteError, Report
 from ..torch_internals.registry import callers
 from .kept_step import KeptStep
@@ -23,8 +21,6 @@ except ImportError as error:
     ) from error
 
 _log = logging.getLogger("overflow_fast")
-# Of Trainer: the sum of the losses that it has logged, and up to which step it has.
-_TOTAL, _LAST_LOGGED = "_total_loss_scalar", "_globalstep_last_logged"
 
 
 class TrainerGuardCallback(GuardOwner, TrainerCallback):
@@ -72,8 +68,6 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 JudgedMethod(trainer, "training_step", guard),
                 PatchedMethod(trainer, "prediction_step", self._before_prediction),
             ]
-            if hasattr(trainer, KeptLog.METHOD) and not args.logging_nan_inf_filter:
-                self._steps += [log := KeptLog(trainer), NotedLoss(trainer, log)]
 
     def _trainer(self) -> Any:
         """The Trainer that calls this object, which it does not hand over."""
@@ -112,8 +106,8 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 "Trainer's log does not show this loss: with "
                 "logging_nan_inf_filter=True it puts the mean of the losses since the "
                 "last logged step in its place, or 0 where there is none (as with "
-                "logging_steps=1). To log it, pass "
-                "TrainingArguments(logging_nan_inf_filter=False)."
+                "logging_steps=1). With False it logs nan for this step and all after "
+                "it."
             )
 
     def _before_prediction(self, *args: Any, **kwargs: Any) -> None:
@@ -151,90 +145,6 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
             control.should_save = False
             # The best checkpoint is saved by its score, without another check.
             control.should_evaluate = control.should_evaluate and not saves_best
-
-
-class KeptLog(PatchedMethod):
-    """Stands for the method that logs the loss: a nan is logged once, for its steps.
-
-    Trainer clears the sum of the losses by subtracting it from itself, which leaves a
-    nan or an inf nan: all later losses in its log were nan. And it adds each logged sum
-    up for the final `train_loss`: that is the mean of the losses that were finite.
-
-    Args:
-        trainer: The Trainer, whose log shows nan and inf.
-    """
-
-    METHOD = "_maybe_log_save_evaluate"
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(trainer, self.METHOD, lambda *_, **__: True)
-        self._first = trainer.state.global_step
-        self._missing = 0.0  # steps whose loss was not finite; parts of an accumulation
-        self._losses: torch.Tensor | None = None  # since the last logged step
-
-    def note(self, loss: torch.Tensor) -> None:
-        """Adds up a loss: finite ones, the steps that they are of, and the others."""
-        is_finite = loss.isfinite()
-        of = getattr(self.owner, "current_gradient_accumulation_steps", 1)
-        steps = is_finite / of, ~is_finite / of
-        noted = torch.stack([loss.where(is_finite, 0.0), *steps])
-        self._losses = noted if self._losses is None else self._losses + noted
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        trainer, last = self.owner, getattr(self.owner, _LAST_LOGGED, None)
-        before = getattr(trainer, _TOTAL, 0.0)
-        result = super().__call__(*args, **kwargs)
-        total = args[0] if args else kwargs.get("tr_loss")
-        if self.is_removed or last is None or not isinstance(total, torch.Tensor):
-            return result
-        # Where it has logged, or ends, it waits for the sum: no sync is added.
-        was_logged = getattr(trainer, _LAST_LOGGED) != last
-        ends = trainer.state.global_step >= trainer.state.max_steps
-        ends |= trainer.control.should_training_stop
-        if (was_logged or ends) and not total.isfinite():
-            finite = self._finite_since(last)
-            total.fill_(0.0 if was_logged else finite)
-            setattr(trainer, _TOTAL, before + finite * was_logged)
-        if was_logged:
-            self._losses = None
-        if ends:
-            self._spread(total.item())
-        return result
-
-    def _finite_since(self, last: int) -> float:
-        """The sum of the finite losses since a step; counts the steps of others."""
-        steps = self.owner.state.global_step - last
-        losses = [0.0, 0, steps] if self._losses is None else self._losses.tolist()
-        self._losses = None
-        self._missing += losses[2]
-        return float(losses[0])
-
-    def _spread(self, rest: float) -> None:
-        """Makes Trainer's division by all steps one by those that were finite."""
-        steps = self.owner.state.global_step - self._first
-        share, self._missing = self._missing / max(steps, 1), 0.0
-        if 0 < share < 1:
-            sum_of_all = getattr(self.owner, _TOTAL) + rest
-            setattr(self.owner, _TOTAL, sum_of_all / (1 - share) - rest)
-
-
-class NotedLoss(PatchedMethod):
-    """Stands for the method that makes a step, and notes the loss that it returns.
-
-    Args:
-        trainer: The Trainer.
-        log: Adds it up.
-    """
-
-    def __init__(self, trainer: Any, log: KeptLog) -> None:
-        super().__init__(trainer, "training_step", lambda *_, **__: True)
-        self._log = log
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().__call__(*args, **kwargs)
-        if not self.is_removed and isinstance(loss, torch.Tensor):
-            self._log.note(loss.detach())
-        return loss
 
 
 def _is_training(*args: Any, **kwargs: Any) -> bool:

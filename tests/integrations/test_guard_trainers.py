@@ -114,7 +114,7 @@ def trainer(tmp_path):
     ids = torch.randint(0, 50, (8,))
     data = [{"input_ids": ids, "labels": ids}] * 5
 
-    def make_trainer(callback, kind=hf.Trainer, **arguments):
+    def make_trainer(callback, **arguments):
         arguments = {
             "output_dir": str(tmp_path),
             "max_steps": 5,
@@ -125,7 +125,7 @@ def trainer(tmp_path):
             "save_strategy": "no",
             **arguments,
         }
-        return kind(
+        return hf.Trainer(
             model,
             hf.TrainingArguments(**arguments),
             train_dataset=data,
@@ -224,47 +224,13 @@ def test_what_trainers_log_hides_is_pointed_out(trainer, caplog, hides):
     trainer.add_callback(SpoilThird())
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    shown = torch.tensor(losses).isfinite()
-    # A nan is logged for its own step, and for none behind it.
-    assert int((~shown).sum()) == (not hides) and bool(shown[-1])
+    # Without the filter Trainer logs nan for the bad step and for all behind it.
+    is_nan = torch.tensor(losses).isnan().tolist()
+    assert is_nan == [False, False, *([not hides] * 3)]
     told = [
         r for r in caplog.records if "logging_nan_inf_filter=True" in r.getMessage()
     ]
     assert len(told) == hides
-
-
-@pytest.mark.parametrize(
-    ("every", "accumulation", "bad"),
-    [
-        *((1, 1, [2]), (1, 2, [2]), (2, 1, [2]), (4, 1, [2, 3])),
-        *((100, 1, [2]), (100, 2, [5]), (1, 1, [0]), (1, 1, [0, 1, 2, 3, 4, 5])),
-        *((2, 1, [2, 3]), (4, 1, [])),
-    ],
-)
-def test_the_final_train_loss_is_the_mean_of_what_was_finite(
-    trainer, every, accumulation, bad
-):
-    losses = []
-
-    class Spoiled(hf.Trainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs).detach()
-            if self.state.global_step in bad:
-                return loss * NAN
-            losses.append(loss.item() * self.current_gradient_accumulation_steps)
-            return loss
-
-    trainer = trainer(
-        TrainerGuardCallback(on_overflow="skip"),
-        kind=Spoiled,
-        logging_nan_inf_filter=False,
-        logging_steps=every,
-        max_steps=6,
-        gradient_accumulation_steps=accumulation,
-    )
-    final = trainer.train().training_loss
-    expected = sum(losses) / max(len(losses), 1)
-    assert final == pytest.approx(expected, rel=0.01)
 
 
 def test_what_trainers_log_shows_is_not_pointed_out(trainer, caplog):
