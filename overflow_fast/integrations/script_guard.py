@@ -51,7 +51,6 @@ from ..guard.program_guard import ProgramGuard
 from ..guard.report.coverage import GuardCoverage
 from ..guard.report.report import NonFiniteError
 from ..guard.report.run_lines import summary
-from .import_hook import on_import
 from .script_models import (
     each_once,
     find_outermost,
@@ -67,7 +66,7 @@ from .script_models import (
     without_inner,
 )
 from .script_requests import RequestGuard
-from .script_trainers import add_callback, replace_detector, trainer_on_stack
+from .script_trainers import add_callback, trainer_on_stack
 
 _log = logging.getLogger("overflow_fast")
 # Searches of all objects that the garbage collector knows, as optimizers are made. With
@@ -132,10 +131,7 @@ class ScriptGuard:
         original = Optimizer.__init__
         Optimizer.__init__ = self._noting(original)  # type: ignore[method-assign]
         try:
-            with contextlib.ExitStack() as replaced:
-                replace = functools.partial(replace_detector, replaced)
-                replaced.enter_context(on_import("transformers.debug_utils", replace))
-                yield
+            yield
         except BaseException as error:
             for guard in self._all_guards:
                 guard.on_raised(error)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ..guard.libraries import LIBRARIES
 from ..torch_internals.registry import callers
-from .transformers import install
-
-_log = logging.getLogger("overflow_fast")
 
 
 def trainer_on_stack() -> Any:
@@ -49,15 +44,3 @@ def _trainers() -> dict[str, type[Any]]:
         if where[0]
     }
     return {name: each for name, each in found.items() if isinstance(each, type)}
-
-
-def replace_detector(until: contextlib.ExitStack) -> None:
-    """Puts this package's detector in the place of transformers' own.
-
-    Args:
-        until: Puts transformers' own back at its end.
-    """
-    try:
-        until.enter_context(install())
-    except ImportError as error:
-        _log.warning("transformers' own detector stays: %s", error)

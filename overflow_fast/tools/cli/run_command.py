@@ -174,7 +174,7 @@ def add_run(commands: Commands) -> None:
         """
         run train.py --lr 3e-4
         run --on-overflow skip --record run.ofr --log guard.jsonl train.py --lr 3e-4
-        run -m package.train --debug underflow_overflow
+        run -m package.train --lr 3e-4
         """,
         _add_arguments,
         more=": [above](#without-a-change-to-the-script)",

@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 SCRIPT = """
 import sys
-from transformers.debug_utils import DebugUnderflowOverflow
-print(DebugUnderflowOverflow.__module__, __name__, sys.argv[1:])
+print(__name__, sys.argv[1:])
 import neighbour
 sys.exit(int(sys.argv[1]))
 """
@@ -48,7 +47,7 @@ def script(tmp_path):
 
 
 def test_runs_a_script_as_python_would(script, as_kept):
-    done = command("run", str(script), "3", "--debug", "underflow_overflow")
+    done = command("run", str(script), "3", "--lr", "3e-4")
     assert done.returncode == 3
     as_kept(done.stdout.splitlines())
 
@@ -63,7 +62,7 @@ def test_what_stands_behind_a_script_is_its_own(tmp_path, own):
 def test_runs_a_module_as_python_would(script):
     done = command("run", "-m", "train", "0", cwd=script.parent)
     assert done.returncode == 0, done.stderr
-    assert "overflow_fast.integrations.transformers __main__ ['0']" in done.stdout
+    assert "__main__ ['0']" in done.stdout
 
 
 def test_a_traceback_comes_through(tmp_path):
