@@ -24,7 +24,6 @@ _CONTEXT = 3  # lines around one, as of `diff -u`
 _GUIDE = 'The guide "My run is nan" (docs/my-run-is-nan.md) has a section on it: {}.'
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 _MAX_SOURCE = 2**24  # bytes of a file that may have the line; chosen
-_TENSORS = "tensors.safetensors"
 _CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 
 
@@ -131,12 +130,6 @@ class Incident:
         text = f"Cause: {cause.name}{where}"
         cure = self.cure.get("text")
         return f"{text}. The step is finite with this change: {cure}." if cure else text
-
-    @property
-    def tensors(self) -> Path | None:
-        """The file of its tensors, or None."""
-        path = None if self.folder is None else self.folder / _TENSORS
-        return path if path is not None and path.is_file() else None
 
     def code(self) -> Code | None:
         """The line that failed; None if it is not known."""

@@ -34,7 +34,6 @@ from .grid import (
     payloads,
     sparklines_of,
 )
-from .histogram import histogram_of
 from .incidents import Incident, read_incidents
 
 # The tables of the page, which say in text what its pictures show.
@@ -304,7 +303,6 @@ def page_of(
         incidents=list(reversed(incidents)),
         first_bad=None if incidents else _first_bad(sheet, grid),
         paths=[(each, failure_path(each, sheet, grid)) for each in reversed(incidents)],
-        histograms=[each for each in map(histogram_of, reversed(incidents)) if each],
         entries=entry_table(sheet, grid),
         steps=step_table(sheet),
         healthy=_healthy(sheet, grid),

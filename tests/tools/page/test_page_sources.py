@@ -7,7 +7,6 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-import torch
 from evidence_folders import bad_steps
 from flight_records import head_lines, step_line
 from guarding import NAN, batches, make, plant, train, train_step
@@ -31,14 +30,6 @@ def reported(folder, *paths):
     page = folder / "run.html"
     assert main(["report", *map(str, paths), "-o", str(page)]) == 0
     return page.read_text()
-
-
-def evidence_of_step_3(folder, tensors):
-    """Evidence with nothing but tensors."""
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    (folder / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
-    save_file(tensors, folder / "tensors.safetensors")
-    return folder
 
 
 def test_a_record_and_evidence_become_a_page(tmp_path, capsys, as_kept):
@@ -122,31 +113,6 @@ def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path, as_kept):
     found = Parsed(reported(tmp_path, path))
     as_kept(found.sections["Coverage"])
     assert len(found.meta["columns"]) == 2
-
-
-def test_the_histogram_counts_by_exponent(tmp_path, as_kept):
-    values = torch.tensor([[0.0, 1.0, 1.5, -4.0], [float("inf"), 2e-7, 1.0, -0.0]])
-    fine = torch.ones(9, dtype=torch.float16)
-    tensors = {"fine": fine, "['call'][2]": values.half()}
-    found = Parsed(reported(tmp_path, evidence_of_step_3(tmp_path, tensors)))
-    rows = [[r["from"], r["values"]] for r in found.table("Finite values")]
-    assert rows[0] == ["2^-23 (subnormal)", "1"] and rows[-1] == ["2^2", "1"]
-    assert ["2^0", "3"] in rows and ["2^-3", "0"] in rows
-    as_kept(found.sections["A tensor of the evidence that is not finite"])
-
-
-@pytest.mark.parametrize(
-    ("kept", "shown"),
-    [
-        ("['call'][0][1]", "input[1]"),
-        ("['call'][2][&#39;logits&#39;]", "output[&#39;logits&#39;]"),
-        ("['gradient of h.0.weight']", "gradient of h.0.weight"),
-    ],
-)
-def test_an_offending_tensor_has_the_name_of_reports(kept, shown, tmp_path):
-    tensors = {kept.replace("&#39;", "'"): torch.tensor([1.0, torch.nan])}
-    page = reported(tmp_path, evidence_of_step_3(tmp_path, tensors))
-    assert f"<h3><code>{shown}</code>" in page
 
 
 def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
