@@ -6,8 +6,8 @@ The flow:
    the memory of a guard, which shows a step before it is written.
 2. `entries_of()` makes the entries of the lines that name them. A line may be damaged:
    how many entries there are is what the widest line of steps has.
-3. Steps and columns are made of the lines when they are asked for, and kept; `row()`
-   reads a line alone, and needs no torch.
+3. Columns are made of the lines when they are asked for, and kept; the numbers of steps
+   are made of columns.
 
 The state is the lines. `_begins` has the index of the first entry of each model: in
 each line a model's columns may be shorter than they came to be later.
@@ -22,9 +22,10 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from msgspec import UNSET, Struct
+import torch
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from ...base.text import printable
@@ -41,17 +42,13 @@ from ...guard.record.record_lines import (
 )
 from ...guard.record.record_step import OfSteps, RecordStep
 
-if TYPE_CHECKING:
-    import torch
-
-    from ...guard.record.columns import Numbers
-
 # The numbers of a step that pages show, with the words in front of them.
 _WORDS = {n: said_of(each, "drawn") for n, each in fields_of(RecordStep).items()}
 _IN_ORDER = dict.fromkeys(("loss", "grad_norm", *_WORDS))
 DRAWN = {name: words for name in _IN_ORDER if (words := _WORDS[name])}
 _OF_ENTRY = ("model", *fields_of(EntryName))
 _LOSSES = ("output.loss", "output['loss']")
+_MAY_LACK = ("num_saturated", "num_zero")  # columns
 
 
 def widths_of(steps: Sequence[StepsLine]) -> list[int]:
@@ -165,11 +162,11 @@ class FlightRecord:
     def steps(self) -> list[RecordStep]:
         """The steps, the oldest first; the newest have a line each."""
         own, found = fields_of(OfSteps), fields_of(RecordStep)
-        scalars = {n: self._entries_named(n) for n in found if n not in own}
+        scalars = {n: self._largest(n) for n in found if n not in own}
         values: Iterator[dict[str, Any]] = (
             {name: _plain(getattr(line, name)) for name in own}
-            | {name: self._scalar(line, where) for name, where in scalars.items()}
-            for line in self._lines
+            | {name: numbers[i] for name, numbers in scalars.items()}
+            for i, line in enumerate(self._lines)
         )
         return [RecordStep(**each) for each in values]
 
@@ -191,8 +188,6 @@ class FlightRecord:
             float64 of shape `[len(steps), len(entries)]`; -inf where a value was inf or
             nan, nan where the entry was not looked at, inf where all values were 0.
         """
-        import torch
-
         high = self.values["abs_max"]
         assert high is not None
         limits = torch.tensor(
@@ -208,10 +203,11 @@ class FlightRecord:
         return (nans > 0) | (infs > 0)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        names = [name for name in COLUMNS if self._has(name)]
         for i, step in enumerate(self.steps):
-            rows: dict[str, Any] = dict.fromkeys(COLUMNS)
-            rows |= {name: self.row(name, i) for name in names}
+            rows: dict[str, Any] = {
+                name: None if whole is None else whole[i].tolist()
+                for name, whole in self.values.items()
+            }
             columns = rows["abs_max"], rows["num_nan"], rows["num_inf"]
             for j, (high, nans, infs) in enumerate(zip(*columns, strict=True)):
                 if math.isnan(high) and nans <= 0 and infs <= 0:
@@ -222,13 +218,6 @@ class FlightRecord:
                     **self.entries[j].to_dict(),
                     **{name: _cell(name, row, j) for name, row in rows.items()},
                 }
-
-    def row(self, name: str, i: int) -> list[float]:
-        """The numbers of line i as `values[name][i]` has them, without torch."""
-        whole = [_absent(name)] * len(self.entries)
-        for begin, numbers in self._numbers(name, self._lines[i]):
-            whole[begin : begin + len(numbers)] = numbers
-        return whole
 
     def to_dataframe(self) -> Any:
         """The record as a `pandas.DataFrame`: a row for each dict of iterating.
@@ -245,40 +234,40 @@ class FlightRecord:
         names = ("step", "last_step", *_OF_ENTRY, *COLUMNS)
         return pandas.DataFrame(iter(self), columns=list(names))
 
-    # How lines become numbers and tensors.
-
-    def _has(self, name: str) -> bool:
-        """True if a column was ever counted; the others are always there."""
-        may_lack = name in ("num_saturated", "num_zero")
-        return not may_lack or any(
-            getattr(columns, name) is not UNSET
-            for line in self._lines
-            for columns in line.models
-        )
-
-    def _numbers(self, name: str, line: StepsLine) -> Iterator[tuple[int, Numbers]]:
-        """The numbers of each model, and the index of its first entry."""
-        byteorder = self.run.get("byteorder", "little")
-        for begin, columns in zip(self._begins, line.models, strict=False):
-            numbers = read_numbers(columns, name, byteorder)
-            if numbers is not None:
-                yield begin, numbers
+    # How lines become tensors and numbers.
 
     def _column(self, name: str) -> torch.Tensor | None:
-        import torch
-
-        if not self._has(name):
-            return None
+        """The numbers of all lines; None if the column was never counted."""
+        are_counts, is_there = name in COUNTS, name not in _MAY_LACK
         whole = torch.full(
             (len(self._lines), len(self.entries)),
-            _absent(name),
-            dtype=torch.int64 if name in COUNTS else torch.float64,
+            -1 if are_counts else math.nan,
+            dtype=torch.int64 if are_counts else torch.float64,
             device="cpu",
         )
+        byteorder = self.run.get("byteorder", "little")
         for i, line in enumerate(self._lines):
-            for begin, numbers in self._numbers(name, line):
-                whole[i, begin : begin + len(numbers)] = as_tensor(numbers)
-        return whole
+            for begin, columns in zip(self._begins, line.models, strict=False):
+                numbers = read_numbers(columns, name, byteorder)
+                if numbers is not None:
+                    whole[i, begin : begin + len(numbers)] = as_tensor(numbers)
+                    is_there = True
+        return whole if is_there else None
+
+    def _largest(self, name: str) -> list[float | None]:
+        """The largest magnitude of some entries in each line; nan if one held a nan."""
+        indices = self._entries_named(name)
+        if not indices:
+            return [None] * len(self)
+        high, nans = self.values["abs_max"], self.values["num_nan"]
+        assert high is not None and nans is not None
+        has_nan = (nans[:, indices] > 0).any(1).tolist()
+        seen = high[:, indices]
+        seen = seen.masked_fill(seen.isnan(), -1.0).amax(1).tolist()
+        return [
+            math.nan if is_nan else most if most >= 0 else None
+            for is_nan, most in zip(has_nan, seen, strict=True)
+        ]
 
     def _entries_named(self, name: str) -> list[int]:
         """The entries that `record()` was given; of the loss, else the root's."""
@@ -302,24 +291,6 @@ class FlightRecord:
             for i, each in enumerate(self.entries)
             if each.kind == "recorded" and each.label == label
         ]
-
-    def _scalar(self, line: StepsLine, indices: list[int]) -> float | None:
-        """The largest magnitude of some entries; nan if one held a nan."""
-        if not indices:
-            return None
-        if any(number > 0 for number in self._some("num_nan", line, indices)):
-            return math.nan
-        found = self._some("abs_max", line, indices)
-        return max((number for number in found if number >= 0), default=None)
-
-    def _some(self, name: str, line: StepsLine, indices: list[int]) -> Iterator[float]:
-        for begin, numbers in self._numbers(name, line):
-            end = begin + len(numbers)
-            yield from (numbers[i - begin] for i in indices if begin <= i < end)
-
-
-def _absent(name: str) -> float:
-    return -1 if name in COUNTS else math.nan
 
 
 def _plain(value: Any) -> Any:
