@@ -14,8 +14,7 @@ from ...base.text import aligned, printable
 from ...guard.files.json_text import dumps
 from ...guard.report.causes import NOT_REPRODUCIBLE
 from ...guard.report.log_lines import StepLine
-from .log_reading import LogError, check_log
-from .logged_incidents import files_of_log, read_incidents
+from .logged_incidents import LogError, files_of_log, read_incidents
 from .subcommand import Commands, add_command, command, fail, reason
 
 
@@ -128,16 +127,13 @@ def add_suspects(commands: Commands) -> None:
 
 
 def _run_suspects(parsed: argparse.Namespace) -> int:
-    files = files_of_log(parsed.path)
-    if not files:
+    if not files_of_log(parsed.path):
         return fail(
             f"The log cannot be read: there is no {parsed.path}, nor of a rank."
         )
     try:
-        for file in files:
-            check_log(file)
+        found = suspects_of(read_incidents(parsed.path))
     except (OSError, LogError) as error:
         return fail(f"The log cannot be read: {reason(error)}")
-    found = suspects_of(read_incidents(parsed.path))
     print(dumps(found.to_dict()) if parsed.json else found)
     return 0

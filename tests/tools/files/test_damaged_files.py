@@ -20,7 +20,7 @@ from processes import python
 import overflow_fast
 from overflow_fast import OverflowGuard, RecordError, RecordingError, read_record
 from overflow_fast.__main__ import main
-from overflow_fast.tools.cli.logged_incidents import read_incidents
+from overflow_fast.tools.cli.logged_incidents import LogError, read_incidents
 from overflow_fast.tools.cli.suspects_command import suspects_of
 from overflow_fast.tools.compare.recorded import read_run
 from overflow_fast.tools.page.render import read_sources
@@ -116,7 +116,8 @@ def test_logs(whole, tmp_path):
         copied(whole, tmp_path, "log.jsonl")
         spoil(chance, path)
         assert ask("suspects", path) in (0, 2)
-        str(suspects_of(read_incidents(path)))
+        with contextlib.suppress(LogError):
+            str(suspects_of(read_incidents(path)))
 
 
 def test_evidence(whole, tmp_path):
