@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from ...base.text import printable, with_progress
-from ...guard.files.json_text import dumps
 from .subcommand import (
     Commands,
     add_command,
@@ -37,9 +36,6 @@ def add_report(commands: Commands) -> None:
     parser.add_argument(
         *("-o", "--output"), default="run.html", help="the page (default: run.html)"
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print what is in the page as JSON"
-    )
 
 
 def _run_report(parsed: argparse.Namespace) -> int:
@@ -59,8 +55,5 @@ def _run_report(parsed: argparse.Namespace) -> int:
     if sources.older:
         names = ", ".join(record.path.name for record in sources.older)
         warn(f"The page is of the newest run; left out, of earlier ones: {names}.")
-    if parsed.json:
-        print(dumps({**sources.to_dict(), "path": str(page)}))
-    else:
-        print(printable(str(page)))
+    print(printable(str(page)))
     return 0

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...base.text import numbered, printable
-from ...guard.files.json_text import SCHEMA
 from ...guard.files.reading import open_regular
 from ...guard.verdict.entry_headroom import growth_text
 from ..record.reading import read_record
@@ -494,37 +493,6 @@ class Sources:
     incidents: Sequence[Incident]
     damaged: Sequence[str] = ()
     older: Sequence[FlightRecord] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The sources as dicts, lists, texts and numbers: see docs/formats.md."""
-        return {
-            "schema": SCHEMA,
-            "kind": "page",
-            "records": [
-                {
-                    "path": str(record.path),
-                    "rank": record.run.get("rank", 0),
-                    "steps": sum(step.count for step in record.steps),
-                    "last_step": record.steps[-1].last if record.steps else None,
-                    "entries": len(record.entries),
-                    "is_truncated": record.is_truncated,
-                    "num_damaged": record.num_damaged,
-                }
-                for record in self.records
-            ],
-            "incidents": [
-                {
-                    "step": incident.step,
-                    "sentence": next(iter(incident.sentences), ""),
-                    "cause": incident.explanation.get("cause"),
-                    "module": incident.explanation.get("module") or None,
-                    "folder": incident.folder and str(incident.folder),
-                }
-                for incident in self.incidents
-            ],
-            "damaged": list(self.damaged),
-            "older": [str(record.path) for record in self.older],
-        }
 
 
 def read_sources(paths: Iterable[str | os.PathLike[str]]) -> Sources:

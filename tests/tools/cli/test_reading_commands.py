@@ -174,28 +174,3 @@ def test_a_function_that_takes_arguments_makes_no_model(tmp_path, capsys, as_kep
     path.write_text("def loss(model, batch): ...")
     assert main(["explain", str(tmp_path), "--model", f"{path}:loss"]) == 2
     as_kept(capsys.readouterr().err)
-
-
-def test_report_tells_machines_what_is_in_the_page(tmp_path, capsys):
-    record = write_record(tmp_path / "run.ofr")
-    folder = tmp_path / "step-00000012"
-    folder.mkdir()
-    (folder / "overflow_fast.json").write_text('{"schema": 1, "step": 12}')
-    (folder / "report.json").write_text('{"summary": "Step 12 is not finite."}')
-    (folder / "explanation.json").write_text('{"cause": "divergence"}')
-    output = str(tmp_path / "o.html")
-    found = json.loads(
-        output_of(capsys, "report", record, str(folder), "--json", "-o", output)
-    )
-    assert (found["schema"], found["kind"], found["path"]) == (1, "page", output)
-    (about,) = found["records"]
-    assert (about["path"], about["rank"], about["steps"]) == (record, 0, 3)
-    assert (about["last_step"], about["is_truncated"]) == (2, False)
-    (incident,) = found["incidents"]
-    assert incident == {
-        "step": 12,
-        "sentence": "Step 12 is not finite.",
-        "cause": "divergence",
-        "module": None,
-        "folder": str(folder),
-    }
