@@ -34,77 +34,6 @@ from ..torch_internals.replaying import autocast_devices
 from ..torch_internals.tensor_internals import is_wrapper
 from .loan import Loan, given_tensors
 
-# A forward that stands in for a module's own, on the instance.
-
-
-class ReplacedForward:
-    """Stands in for a module's forward on the instance.
-
-    It has no state between calls: dynamo traces it, threads share it, and a copy of
-    the module has a copy of it. Subclasses define in `run()` what is done instead.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        is_first: The module had its class's forward before, and has it after.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.is_active = True
-        self.is_first = "forward" not in module.__dict__
-        self.__wrapped__ = module.forward  # `inspect.signature` follows it
-        module.__dict__["forward"] = self
-        module.__dict__[REPLICATE] = functools.partial(_replicate, module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the replacement, or after `remove()` the original forward."""
-        if self.is_active:
-            return self.run(*args, **kwargs)
-        return self.__wrapped__(*args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the replacement; `self.__wrapped__` is the original forward."""
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        """Restores the original forward; one put over this one stays."""
-        self.is_active = False
-        own = self.module.__dict__
-        over = own.get("forward")
-        if over is self:
-            own["forward"] = self.__wrapped__
-            if self.is_first:
-                del own["forward"]
-        while isinstance(over, ReplacedForward):
-            if over.__wrapped__ is self:
-                over.__wrapped__, over.is_first = self.__wrapped__, self.is_first
-            over = over.__wrapped__
-        if not isinstance(own.get("forward"), ReplacedForward):
-            own.pop(REPLICATE, None)
-
-    def bound_to(self, module: nn.Module) -> ReplacedForward:
-        """Returns a copy that runs another module, such as a replica of this one."""
-        bound = copy.copy(self)
-        bound.module = module
-        forward = self.__wrapped__
-        if isinstance(forward, ReplacedForward):
-            bound.__wrapped__ = forward.bound_to(module)
-        elif isinstance(forward, types.MethodType) and forward.__self__ is self.module:
-            bound.__wrapped__ = types.MethodType(forward.__func__, module)
-        return bound
-
-
-def _replicate(module: nn.Module) -> nn.Module:
-    replica = replicate(module)
-    del replica.__dict__[REPLICATE]
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, ReplacedForward):
-        replica.__dict__["forward"] = forward.bound_to(replica)
-    return replica
-
-
 # A module's forward and weights in float32, and back.
 
 
@@ -114,30 +43,69 @@ FOLLOWS = "follows"  # that of the inputs
 STAYS = "stays"
 
 
-class Float32Forward(ReplacedForward):
-    """A module's forward in float32, with autocast off.
+class Float32Forward:
+    """A forward in float32, with autocast off, in place of a module's own.
+
+    It is put on the instance, and has no state between calls: dynamo traces it, threads
+    share it, and a copy of the module has a copy of it.
 
     Args:
         module: The module.
         output: `RETURNS_HALF`, `FOLLOWS` or `STAYS`.
         half: The half-precision dtype that the module returned, as far as known.
+
+    Attributes:
+        is_first: The module had its class's forward before, and has it after.
     """
 
     def __init__(
         self, module: nn.Module, output: str, half: torch.dtype | None
     ) -> None:
+        self.module = module
         self._output = output
         self._half = half
         self._around: list[Float32Forward] = []
-        super().__init__(module)
+        self.is_active = True
+        self.is_first = "forward" not in module.__dict__
+        self.__wrapped__ = module.forward  # `inspect.signature` follows it
+        module.__dict__["forward"] = self
+        module.__dict__[REPLICATE] = functools.partial(_replicate, module)
         module.__dict__[APPLY] = functools.partial(_apply_but_half, module)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward in float32, or after `remove()` the original one."""
+        if self.is_active:
+            return self._run(*args, **kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
     def remove(self) -> None:
-        """Restores the original forward; a cast is one of all its weights again."""
-        super().remove()
+        """Restores the original forward; one put over this one stays.
+
+        A cast is one of all the module's weights again.
+        """
+        self.is_active = False
         own = self.module.__dict__
-        if not isinstance(own.get("forward"), ReplacedForward):
+        for over in _forwards_of(self.module):
+            if over.__wrapped__ is self:
+                over.__wrapped__, over.is_first = self.__wrapped__, self.is_first
+        if own.get("forward") is self:
+            own["forward"] = self.__wrapped__
+            if self.is_first:
+                del own["forward"]
+        if not isinstance(own.get("forward"), Float32Forward):
+            own.pop(REPLICATE, None)
             own.pop(APPLY, None)
+
+    def bound_to(self, module: nn.Module) -> Float32Forward:
+        """Returns a copy that runs another module, such as a replica of this one."""
+        bound = copy.copy(self)
+        bound.module = module
+        forward = self.__wrapped__
+        if isinstance(forward, Float32Forward):
+            bound.__wrapped__ = forward.bound_to(module)
+        elif isinstance(forward, types.MethodType) and forward.__self__ is self.module:
+            bound.__wrapped__ = types.MethodType(forward.__func__, module)
+        return bound
 
     def note_half(self, dtype: torch.dtype) -> None:
         """Takes in what the rest of the model is cast to."""
@@ -150,8 +118,7 @@ class Float32Forward(ReplacedForward):
         """
         self._around.append(outer)
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the forward in float32."""
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         given = given_tensors(args, kwargs)
         dtypes = [tensor.dtype for tensor in given]
         half = next((dtype for dtype in dtypes if dtype in HALF), None)
@@ -186,6 +153,23 @@ class Float32Forward(ReplacedForward):
         return half if has_float else self._half
 
 
+def _forwards_of(module: nn.Module) -> Iterator[Float32Forward]:
+    """The forwards that were put on a module, the last one first."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, Float32Forward):
+        yield forward
+        forward = forward.__wrapped__
+
+
+def _replicate(module: nn.Module) -> nn.Module:
+    replica = replicate(module)
+    del replica.__dict__[REPLICATE]
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, Float32Forward):
+        replica.__dict__["forward"] = forward.bound_to(replica)
+    return replica
+
+
 def _apply_but_half(
     module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
@@ -198,11 +182,8 @@ def _apply_but_half(
         made = function(tensor)
         if tensor.dtype != torch.float32 or made.dtype not in HALF:
             return made
-        forward = module.__dict__.get("forward")
-        while isinstance(forward, ReplacedForward):
-            if isinstance(forward, Float32Forward):
-                forward.note_half(made.dtype)
-            forward = forward.__wrapped__
+        for forward in _forwards_of(module):
+            forward.note_half(made.dtype)
         return tensor.to(made.device)
 
     apply_to_tensors(module, but_half, recurse)
@@ -409,10 +390,11 @@ def keep_in_fp32(
         Float32Forward(module, FOLLOWS, weights.half_of(module)) for module in sharing
     ]
     weights.cast()
-    for forward in forwards:
-        for module in forward.module.modules():
-            if module is not forward.module:
-                _note_around(module, forward)
+    for outer in forwards:
+        for module in outer.module.modules():
+            if module is not outer.module:
+                for inner in _forwards_of(module):  # of earlier calls
+                    inner.add_around(outer)
     kept |= set(sharing)
     return Fp32Handle([named[module] for module in named if module in kept], forwards)
 
@@ -434,15 +416,6 @@ def shortened(kept: Sequence[str], names: Sequence[str]) -> list[str]:
         is_exact = sum(n in kept for n in matched) > 1 and are_chosen
         found[pattern if is_exact else name] = None
     return list(found)
-
-
-def _note_around(module: nn.Module, outer: Float32Forward) -> None:
-    """Hands one around it to the forwards that earlier calls have put on a module."""
-    inner = module.__dict__.get("forward")
-    while isinstance(inner, ReplacedForward):
-        if isinstance(inner, Float32Forward):
-            inner.add_around(outer)
-        inner = inner.__wrapped__
 
 
 def _choose(
