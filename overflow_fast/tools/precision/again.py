@@ -1,28 +1,22 @@
-"""A layer computed again, alone, in another dtype: with what it was given, on copies.
+"""A layer computed again, alone, in another dtype, and how far apart the results are.
 
-Hooks keep copies of what each call of some modules is given (`LayerCalls`). When it has
-ended, the call is handed over as a `LayerCall`, which can be computed again in any
-dtype as often as one likes: weights, buffers, attributes and random states are
-afterwards what they were, bit for bit.
+A `LayerCall` can be computed again in any dtype: weights, buffers, attributes and
+random states are afterwards what they were, bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.modules import Handles
-from ...base.tensors import devices_of
-from ...base.tree import CALL_DEPTH, NotRebuilt, mapped
+from ...base.tree import CALL_DEPTH, mapped
 from ...explainer.tensor_kinds import floats_in
-from ...guard.undo.random import RandomStates
-from ...torch_internals.running import graph_task_id
 from .copies import on_copies, to_dtype
 
 
@@ -31,7 +25,6 @@ class LayerCall:
     """One call of a module. One that has called others is not computed again.
 
     Attributes:
-        name: The module's name.
         module: The module.
         given: Copies of its arguments and keyword arguments, as they were before the
             call; None where no copy can be made of them.
@@ -40,7 +33,6 @@ class LayerCall:
         is_random: Whether it drew random numbers.
     """
 
-    name: str
     module: nn.Module
     given: Any = None
     output: Any = None
@@ -53,63 +45,9 @@ class LayerCall:
         Everything is as before afterwards. Raises what the module raises.
         """
         cast = functools.partial(to_dtype, dtype=dtype)
-        args, kwargs = _mapped(self.given, cast)
+        args, kwargs = copied_given(self.given, cast)
         with on_copies(self.module, dtype), torch.no_grad():
             return floats_in(self.module.forward(*args, **kwargs))
-
-
-class LayerCalls:
-    """Hooks that hand over each call of some modules when it has ended.
-
-    Not those of a backward, where a checkpoint computes forwards again.
-
-    Args:
-        names: The modules, with their names.
-        on_call: Called with each.
-    """
-
-    def __init__(
-        self, names: Mapping[nn.Module, str], on_call: Callable[[LayerCall], None]
-    ) -> None:
-        self._names = names
-        self._on_call = on_call
-        self._devices = devices_of(names)
-        self._running: list[tuple[LayerCall, RandomStates]] = []
-        self._handles = Handles()
-
-    def __enter__(self) -> LayerCalls:
-        for module in self._names:
-            self._handles += [
-                module.register_forward_pre_hook(self._begin, with_kwargs=True),
-                module.register_forward_hook(self._end, prepend=True),
-            ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._handles.remove_all()
-
-    def _begin(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if graph_task_id() >= 0:
-            return
-        if self._running:
-            self._running[-1][0].has_inner = True
-        call = LayerCall(self._names[module], module)
-        try:
-            call.given = _mapped((args, kwargs), torch.Tensor.clone)
-        except NotRebuilt:
-            call.given = None
-        self._running.append((call, RandomStates(self._devices)))
-
-    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if graph_task_id() >= 0:
-            return
-        call, states = self._running.pop()
-        while call.module is not module:  # one within it has raised
-            call, states = self._running.pop()
-        call.output, call.is_random = output, bool(states.drawn())
-        self._on_call(call)
 
 
 @dataclass
@@ -141,8 +79,12 @@ class RelativeDifference:
         self.reference += float(golden.abs().square().sum())
 
 
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A value with each tensor changed, without graphs, in containers of its own."""
+def copied_given(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value with each tensor changed, without graphs, in containers of its own.
+
+    Raises:
+        NotRebuilt: If no copy can be made of it.
+    """
     return mapped(value, lambda each: change(each.detach()), CALL_DEPTH, anew=True)
 
 

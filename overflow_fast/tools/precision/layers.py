@@ -5,16 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...base.modules import class_name_of, named_modules
+from ...base.modules import Handles, class_name_of, named_modules
+from ...base.tensors import devices_of
 from ...base.text import dtype_name, error_line
+from ...base.tree import NotRebuilt
 from ...explainer.tensor_kinds import floats_in
+from ...guard.undo.random import RandomStates
 from ...precision.keep_in_fp32 import Float32Forward, has_forward
 from ...torch_internals.module_internals import own_parameters
-from .again import LayerCall, LayerCalls, RelativeDifference
+from ...torch_internals.running import graph_task_id
+from .again import LayerCall, RelativeDifference, copied_given
 from .magnitudes import Magnitudes
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -113,6 +118,9 @@ class Layer:
 class LayerProbe:
     """Looks at layers in a run: modules without submodules, or with own parameters.
 
+    Hooks keep copies of what each call is given, and look at it when it has ended. The
+    calls of a backward, where a checkpoint computes forwards again, are none.
+
     Args:
         model: The model.
 
@@ -123,7 +131,9 @@ class LayerProbe:
     def __init__(self, model: nn.Module) -> None:
         self.layers: dict[nn.Module, Layer] = {}
         self._names = dict(layers_of(model))
-        self._calls = LayerCalls(self._names, self._add)
+        self._devices = devices_of(self._names)
+        self._running: list[tuple[LayerCall, RandomStates]] = []
+        self._handles = Handles()
 
     @property
     def not_seen(self) -> list[str]:
@@ -131,11 +141,15 @@ class LayerProbe:
         return [n for module, n in self._names.items() if module not in self.layers]
 
     def __enter__(self) -> LayerProbe:
-        self._calls.__enter__()
+        for module in self._names:
+            self._handles += [
+                module.register_forward_pre_hook(self._begin, with_kwargs=True),
+                module.register_forward_hook(self._end, prepend=True),
+            ]
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._calls.__exit__(*exception)
+        self._handles.remove_all()
 
     def add_gradients(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Adds the gradients of parameters, by the parameters' ids."""
@@ -143,6 +157,29 @@ class LayerProbe:
             for parameter in own_parameters(module).values():
                 if id(parameter) in gradients:
                     layer.weight_gradients.add(gradients[id(parameter)])
+
+    def _begin(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if graph_task_id() >= 0:
+            return
+        if self._running:
+            self._running[-1][0].has_inner = True
+        call = LayerCall(module)
+        try:
+            call.given = copied_given((args, kwargs), torch.Tensor.clone)
+        except NotRebuilt:
+            call.given = None
+        self._running.append((call, RandomStates(self._devices)))
+
+    def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if graph_task_id() >= 0:
+            return
+        call, states = self._running.pop()
+        while call.module is not module:  # one within it has raised
+            call, states = self._running.pop()
+        call.output, call.is_random = output, bool(states.drawn())
+        self._add(call)
 
     def _add(self, call: LayerCall) -> None:
         layer = self._layer_of(call)
@@ -164,7 +201,8 @@ class LayerProbe:
 
     def _layer_of(self, call: LayerCall) -> Layer:
         if call.module not in self.layers:
-            layer = Layer(call.name, class_name_of(type(call.module)))
+            name = self._names[call.module]
+            layer = Layer(name, class_name_of(type(call.module)))
             self.layers[call.module] = layer
             for each in own_parameters(call.module).values():
                 if each is not None and floats_in(each):

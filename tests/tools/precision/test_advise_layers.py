@@ -7,13 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast.tools.precision.again import (
-    LayerCall,
-    LayerCalls,
-    RelativeDifference,
-)
+from overflow_fast.tools.precision.again import LayerCall, RelativeDifference
 from overflow_fast.tools.precision.copies import on_copies
-from overflow_fast.tools.precision.layers import DTYPES, expected_error
+from overflow_fast.tools.precision.layers import DTYPES, LayerProbe, expected_error
 from overflow_fast.tools.precision.magnitudes import Magnitudes
 
 
@@ -109,7 +105,7 @@ def test_a_call_on_copies_leaves_the_module_alone():
     before = {
         name: (t, t.clone()) for name, t in module.state_dict(keep_vars=True).items()
     }
-    call = LayerCall("", module, ((torch.randn(3, 4),), {}))
+    call = LayerCall(module, ((torch.randn(3, 4),), {}))
     for dtype in (torch.float16, torch.bfloat16):
         assert call.computed(dtype)[0].dtype == dtype
     after = module.state_dict(keep_vars=True)
@@ -129,27 +125,24 @@ def test_copies_of_shared_tensors_are_shared():
     assert own is model[0].weight is model[1].weight is model[0].alias[0]
 
 
-def calls_of(model, *names):
-    """The calls of modules, by name, in a run of the model."""
-    found = []
-    named = {model.get_submodule(name): name for name in names}
-    return LayerCalls(named, found.append), found
+def rows_in(model, *given):
+    """What a probe of the model finds in one call, by the names of layers."""
+    with LayerProbe(model) as probe:
+        model(*given)
+    model(*given)  # is not looked at any more
+    assert all(row.calls == 1 for row in probe.layers.values())
+    return {row.name: row for row in probe.layers.values()}
 
 
-def test_a_call_is_handed_over_with_what_it_was_given():
+def test_a_call_is_looked_at_with_what_it_was_given():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Dropout(0.5))
-    x = torch.randn(3, 2)
-    hooks, found = calls_of(model, "0", "1", "2", "")
-    with hooks:
-        model(x)
-    model(x)
-    assert [call.name for call in found] == ["0", "1", "2", ""]
-    assert [call.has_inner for call in found] == [False, False, False, True]
-    assert [call.is_random for call in found] == [False, False, True, True]
-    (given,), _ = found[1].given  # before it was overwritten
-    assert torch.equal(given, model[0](x).detach())
-    (made,) = found[0].computed(torch.bfloat16)
-    assert made.dtype == torch.bfloat16 and len(found) == 4
+    x = torch.randn(3, 2) - 9.0
+    rows = rows_in(model, x)
+    assert [row.has_inner for row in rows.values()] == [False, False, False]
+    assert [row.is_random for row in rows.values()] == [False, False, True]
+    largest = model[0](x).abs().max().item()  # before it was overwritten
+    assert rows["1"].inputs.abs_max == largest
+    assert set(rows["0"].errors) == {"float16", "bfloat16"}
 
 
 def test_a_call_that_raised_leaves_the_others_as_they_are():
@@ -157,24 +150,19 @@ def test_a_call_that_raised_leaves_the_others_as_they_are():
         def __init__(self):
             super().__init__()
             self.inner = nn.Linear(2, 2)
+            self.own = nn.Parameter(torch.ones(1))
 
         def forward(self, x):
             try:
                 return self.inner(x[:, :1])
             except RuntimeError:
-                return x + 1
+                return x + self.own
 
-    model = nn.Sequential(Tries(), nn.ReLU())
-    hooks, found = calls_of(model, "0", "0.inner", "1")
-    with hooks:
-        model(torch.ones(1, 2))
-    assert [(call.name, call.has_inner) for call in found] == [
-        ("0", True),
-        ("1", False),
-    ]
+    rows = rows_in(nn.Sequential(Tries(), nn.ReLU()), torch.ones(1, 2))
+    assert {n: row.has_inner for n, row in rows.items()} == {"0": True, "1": False}
 
 
-def test_a_call_whose_arguments_cannot_be_copied_is_handed_over_without_them():
+def test_a_call_whose_arguments_cannot_be_copied_is_not_compared():
     class Day(datetime.date):
         """Cannot be made without arguments."""
 
@@ -184,8 +172,5 @@ def test_a_call_whose_arguments_cannot_be_copied_is_handed_over_without_them():
 
     day = Day(2024, 1, 1)
     day.x = torch.ones(1, 2)
-    model = nn.Sequential(Read())
-    hooks, found = calls_of(model, "0")
-    with hooks:
-        model(day)
-    assert found[0].given is None
+    rows = rows_in(nn.Sequential(Read()), day)
+    assert rows["0"].not_compared == "its arguments cannot be copied"
