@@ -12,10 +12,10 @@ import sys
 import traceback
 import types
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ...base.text import drop_own_frames, is_own
 from .subcommand import Commands, add_command, command, fail, reason
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # Runs a program as `python` runs it.
 
 
-_OURS = str(Path(__file__).parents[2])
-_RUNNERS = ("<frozen runpy>", "<frozen importlib.", _OURS + os.sep)
+_RUNNERS = ("<frozen runpy>", "<frozen importlib.", runpy.__file__)
 
 
 class NoProgramError(Exception):
@@ -98,29 +97,6 @@ def print_report(error: NonFiniteError) -> None:
     sys.stderr.write(f"{above}{end}{report}{notes}")
 
 
-def hide_frames_above(error: BaseException) -> None:
-    """Lets Python end with an error of the program without the frames above it."""
-    shown, hook = _below(error.__traceback__), sys.excepthook
-
-    def print_shown(
-        kind: type[BaseException], raised: BaseException, _: TracebackType | None
-    ) -> None:
-        hook(kind, raised.with_traceback(shown), shown)
-
-    sys.excepthook = print_shown
-
-
-def hide_frames_below(error: BaseException) -> None:
-    """Takes the guard's own frames away from the end of an error's traceback."""
-    last, each = None, error.__traceback__
-    while each is not None:
-        if not each.tb_frame.f_code.co_filename.startswith(_OURS + os.sep):
-            last = each
-        each = each.tb_next
-    if last is not None:
-        last.tb_next = None
-
-
 def _folder_of(program: str) -> str:
     return os.path.dirname(os.path.realpath(program))
 
@@ -152,7 +128,7 @@ def _below(traceback: TracebackType | None) -> TracebackType | None:
 def _is_above(traceback: TracebackType) -> bool:
     """Returns True for a frame of this package, or of what runs programs."""
     name = traceback.tb_frame.f_code.co_filename
-    return name.startswith(_RUNNERS) or name == runpy.__file__
+    return is_own(name) or name.startswith(_RUNNERS)
 
 
 NON_FINITE = 3  # the exit status of a program that the guard has stopped
@@ -245,12 +221,9 @@ def _run_guarded(
         has_program = False
         return fail(f"overflow_fast run: {error}")
     except NonFiniteError as error:
-        hide_frames_below(error)
+        drop_own_frames(error)
         print_report(error)
         return NON_FINITE
-    except KeyboardInterrupt as error:
-        hide_frames_above(error)
-        raise
     except Exception as error:
         print_traceback(error)
         return 1
