@@ -2,17 +2,14 @@
 
 Nobody edits such a file. Where the number or the flag is an attribute of a module of
 the model, or of its `config`, it is set there, which is tried as it is written:
-1. The argument is looked up in the file, and followed through the callers' frames as
-   long as it is a parameter of theirs.
-2. It ends in `self.NAME` or `self.config.NAME` of a method of modules of the model.
+1. A method that is on the way to the call reads the attribute.
+2. Its name has the argument's in it, and its value is what the call was given.
+Both may be so by chance: the trial tells whether the call was given that one.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import inspect
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -27,12 +24,9 @@ from ...guard.report.remedy import Remedy
 from ..named_tensors import modules_by_name
 from ..replayer import Patch
 from ..torch_calls import TorchCall, calls_before
-from ..users_lines import Site
 from .failure import Failure
 from .rules import named_numbers
-from .source import NotWrittenError, SourceText, node_at
 from .trials import Attempts, Trial, Trials
-from .written import operand_of, parameters_of
 
 _USUAL = 1e-6  # the eps of most norms
 _FLAGS = {"ctc_loss": {"zero_infinity": True}}
@@ -71,85 +65,45 @@ def option_trials(failure: Failure, trials: Trials) -> Attempts:
     for call in [*own, *(each for failed in own for each in calls_before(failed))]:
         if is_of_program(call.sites[0].file):
             continue
-        for node, given, value in _others_of(call):
-            path, code = _attribute_of(node, call.sites)
-            if code is None or not (value is True or "eps" in path[-1]):
-                continue
-            owners = [
-                name
-                for name, module in modules_by_name(models).items()
-                if _has_code(type(module), code)
-                and _is_equal(_owner_of(module, path).get(path[-1]), given)
-            ]
-            if owners:
-                option = OtherOption(tuple(owners), path, value)
+        codes = [site.code for site in call.sites]
+        for word, given, value in _others_of(call):
+            for path, names in _options(word, given, codes, models).items():
+                option = OtherOption(tuple(names), path, value)
                 yield Trial(_remedy_of(option, models), option, settles=True)
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and bool(one == other)
-
-
-def _others_of(call: TorchCall) -> Iterator[tuple[ast.AST | None, Any, Any]]:
-    """Yields arguments of a call, as they are written, with their value and another."""
-    whole, numbers = node_at(call.sites[0]), named_numbers(call.dtype)
-    named = dict(
-        zip(parameters_of(call.func), getattr(whole, "args", ()), strict=False)
-    )
-    named |= {k.arg: k.value for k in getattr(whole, "keywords", ()) if k.arg}
+def _others_of(call: TorchCall) -> Iterator[tuple[str, Any, Any]]:
+    """Yields a word of an option's name, its value in a call, and another value."""
     for key, value in _FLAGS.get(call.name, {}).items():
-        if key in named and call.kwargs.get(key) is not value:
-            yield named[key], not value, value
-
-    larger = max(numbers["EPS"], _USUAL)
-
-    def is_small(given: Any) -> bool:
-        return type(given) in (int, float) and 0 <= given < numbers["EPS"]
-
-    for name, given in call.kwargs.items():
-        if is_small(given) and name in named:
-            yield named[name], given, larger
-    for place, given in enumerate(call.operands):
-        if is_small(given):
-            with contextlib.suppress(NotWrittenError):
-                yield operand_of(call, place, whole), given, larger
+        if call.kwargs.get(key) is not value:
+            yield key, not value, value
+    least = named_numbers(call.dtype)["EPS"]
+    for given in (*call.args, *call.kwargs.values()):
+        if type(given) in (int, float) and 0 <= given < least:
+            yield "eps", given, max(least, _USUAL)
 
 
-def _attribute_of(
-    node: ast.AST | None, sites: Sequence[Site]
-) -> tuple[tuple[str, ...], CodeType | None]:
-    """The names behind `self` that an argument comes from, and the method's code."""
-    for site, caller in itertools.zip_longest(sites, sites[1:]):
-        path = () if node is None else _path_from_self(node, site.code)
-        if path:
-            return path, site.code
-        node = None if node is None or caller is None else _given_to(node, site, caller)
-    return (), None
+def _options(
+    word: str, given: Any, codes: Sequence[CodeType], models: Mapping[str, nn.Module]
+) -> dict[tuple[str, ...], list[str]]:
+    """The options that codes read, by their paths, each with the modules that have it.
 
-
-def _path_from_self(node: ast.AST, code: CodeType) -> tuple[str, ...]:
-    """The names behind the first parameter of a method; () for another expression."""
-    names = list[str]()
-    while isinstance(node, ast.Attribute):
-        names.insert(0, node.attr)
-        node = node.value
-    is_self = isinstance(node, ast.Name) and [node.id] == [*code.co_varnames[:1]]
-    return tuple(names) if is_self and code.co_argcount else ()
-
-
-def _given_to(node: ast.AST, site: Site, caller: Site) -> ast.AST | None:
-    """The expression that a caller gives for a parameter, or None.
-
-    None, too, for one that its function may assign.
+    Args:
+        word: What their names have in them.
+        given: Their value.
+        codes: The codes, of which methods of the modules are some.
+        models: The models.
     """
-    code, call = site.code, node_at(caller)
-    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    stored = {each.id for each in SourceText.of(site.file).stores}
-    if not isinstance(node, ast.Name) or not isinstance(call, ast.Call):
-        return None
-    if node.id not in parameters or node.id in stored:
-        return None
-    return next((k.value for k in call.keywords if k.arg == node.id), None)
+    found = dict[tuple[str, ...], list[str]]()
+    for name, module in modules_by_name(models).items():
+        own = [code for code in codes if _has_code(type(module), code)]
+        read = dict.fromkeys(each for code in own for each in code.co_names)
+        for key in (each for each in read if word in each):
+            for path in ((key,), ("config", key)):
+                value = _owner_of(module, path).get(key)
+                if type(value) is type(given) and value == given:
+                    found.setdefault(path, []).append(name)
+    return found
 
 
 def _has_code(kind: type, code: CodeType) -> bool:
