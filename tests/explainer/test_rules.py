@@ -25,7 +25,6 @@ from overflow_fast.explainer.remedies.rules import (
     LOGS,
     LOST,
     MASKS,
-    READERS,
     ROUNDED,
     RULES,
     SELECTED,
@@ -424,7 +423,6 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
                 search(code, x)
     tried.update(SELECTS)  # see `test_selected.py`
     tried.update(UPDATES)  # of an optimizer's step
-    tried.update(READERS)  # see `test_remedies.py`
     of_data = [e for e in GUARDS if e.pattern.startswith("log") and "N" in e.new]
     tried.update([*SELECTED, *of_data])  # see `test_zeros_of_data.py`
     missing = [f"{each.pattern}: {each.text}" for each in RULES if each not in tried]

@@ -106,7 +106,7 @@ def matched(
     """
     found = Found()
     if rule.pattern == "*" and "(y" in rule.new:
-        found.names["y"] = Input(call, int("SECOND" in rule.new))
+        found.names["y"] = Input(call, 0)
     if rule.pattern != "*" and not _matches(parsed(rule.pattern), call, found):
         return None
     if rule.when is not None and not (is_chosen or rule.when(call)):

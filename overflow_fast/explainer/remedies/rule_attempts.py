@@ -18,7 +18,6 @@ from ...guard.report.causes import UNDERFLOW
 from ...guard.report.remedy import SAME, Remedy
 from ..op_call import OpCall
 from ..torch_calls import Key, TorchCall, Value, calls_before
-from .assigned import bounded_where_assigned
 from .call_patch import CallPatch, RuleChange, is_bounded
 from .edited_lines import inner_place, remedy_in_words, remedy_of
 from .failure import Failure
@@ -223,9 +222,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
                 continue
             forms = trials_of(rule, failed, failure.calls, None, small)
             most = None if trials.truth is None else _MOST_FAR
-            for trial, found in itertools.islice(forms, most):
-                if most is None and failure.found.is_overflow:
-                    trial = bounded_where_assigned(trial, failed, found, failure.calls)
+            for trial, _ in itertools.islice(forms, most):
                 if (yield from _with_twins(trial, rule, failed, failure)):
                     is_done = trials.remedies[-1].is_right and not _moved(trials)
                     helped |= {rule.pattern} if is_done else set()

@@ -396,10 +396,6 @@ LINKS = _rules(
 # Of what made a value that became 0.
 LOST = _rules(
     ("*", "CALL().clamp(min=EPS)", "clamp the result of CALL to at least EPS"))
-# Of what else reads an argument that is bounded where it is assigned.
-READERS = _rules(
-    ("*", "CALL_ON(y.clamp(max=N))", "clamp it to N"),
-    ("*", "CALL_SECOND(y.clamp(max=N))", "clamp it to N"))
 # fmt: on
 RULES = (
     *EXACT,
@@ -413,7 +409,6 @@ RULES = (
     *CANCELLED,
     *LINKS,
     *LOST,
-    *READERS,
 )
 
 # Of LEAST the reciprocal is a number of the dtype, of SMALL its square, too, as the
