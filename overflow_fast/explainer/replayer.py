@@ -59,7 +59,7 @@ class Patch:
     """A change for one run. It can be pickled, for other ranks to make it, too.
 
     Attributes:
-        is_same_step: Whether weights, batch and the scale of gradients stay the same.
+        is_same_step: Whether weights and batch stay the same.
     """
 
     is_same_step = True

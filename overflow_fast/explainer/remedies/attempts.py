@@ -30,7 +30,7 @@ from ..explain_origin import explain_root_op
 from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
 from .failure import Failure
-from .half_dtypes import half_trials, scale_trials
+from .half_dtypes import half_trials
 from .option_trials import option_trials
 from .patches import OtherCall, SomeSamples
 from .rule_attempts import (
@@ -355,7 +355,6 @@ _ATTEMPTS: tuple[
     (_has_calls, sentinel_trials),
     (_has_calls, exact_trials),
     (_has_calls, select_trials),
-    (_overflows_half, scale_trials),
     (_overflows_half, wider_trials),
     (_is_full, wider_trials),
     (_is_lost, option_trials),

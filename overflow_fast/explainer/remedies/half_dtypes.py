@@ -25,21 +25,8 @@ from ...guard.report.remedy import Remedy
 from ...precision.keep_in_fp32 import has_forward, shortened
 from ..halving import Halving
 from .failure import Failure
-from .patches import Float32Modules, InDtype, Unscaled
+from .patches import Float32Modules, InDtype
 from .trials import Attempts, Trial, Trials, Tried
-
-
-def scale_trials(failure: Failure, trials: Trials) -> Attempts:
-    """A loss that is not scaled, where the gradients of a scaled one overflow."""
-    calls = trials.replayer.calls
-    began = [held for call in calls for held in call.held.values()]
-    is_scaled = all(call.returns_loss for call in calls) and failure.op is not None
-    are_numbers = bool(began) and all(held.numel() == 1 for held in began)
-    if not (is_scaled and are_numbers and failure.found.phase == "backward"):
-        return
-    scale = max(float(held.abs()) for held in began)
-    if scale > 1:
-        yield Trial(Remedy(f"begin backward with 1, not {scale:g}"), Unscaled(scale))
 
 
 def half_trials(failure: Failure, trials: Trials) -> Attempts:

@@ -289,21 +289,6 @@ class Eagerly(Patch):
 
 
 @dataclass(frozen=True)
-class Unscaled(Patch):
-    """Backward begins with what it began with, divided by a number: a loss's scale."""
-
-    scale: float
-    is_same_step = False
-
-    def calls(self, calls: Sequence[Call]) -> list[Call]:
-        """See `Patch`."""
-        return [
-            call.again(call.batch, {k: e / self.scale for k, e in call.held.items()})
-            for call in calls
-        ]
-
-
-@dataclass(frozen=True)
 class FromLoss(Patch):
     """Backward begins at the losses that are returned, and nowhere else."""
 
