@@ -33,10 +33,9 @@ from ..torch_calls import Key
 from .call_patch import CallPatch, InWider, RuleChange
 from .edited_lines import remedy_of
 from .failure import Failure
-from .nearness import Nearness
-from .patches import Eagerly, FromLoss
+from .patches import Eagerly, FromLoss, InDtype
 from .source import Edit, NotWrittenError
-from .true_step import Truth, mean_of
+from .true_step import Truth, compared_output, is_half, mean_of
 
 
 @dataclass(frozen=True)
@@ -232,7 +231,10 @@ class Trials:
         self._has_loss = all(call.returns_loss for call in [*bad, *further])
         # The output is all there is, unless it holds a loss.
         self._is_alone = not any(call.has_backward for call in replayer.calls)
-        self._nearness = Nearness(replayer) if self._is_alone else None
+        has_half = self._is_alone and is_half(replayer.calls, replayer.models.values())
+        # The output is compared with that of a run in this dtype, once that is known.
+        self._wide = torch.float32 if has_half else torch.float64
+        self._true_output: list[torch.Tensor] | None = None
 
     @property
     def calls(self) -> list[Call]:
@@ -315,9 +317,8 @@ class Trials:
         place = self._failure.place if stays else -1
         # Of a run that was made before, and of another batch, no distance is known.
         has_distance = result is None and all(each.is_same_step for each in patches)
-        nearness, outputs = self._nearness if has_distance else None, LastOutputs()
-        observers = [outputs] * (nearness is not None)
-        result = result or self.run(patches, place, observers)
+        outputs = LastOutputs()
+        result = result or self.run(patches, place, [outputs] * self._is_alone)
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
         if result.error is not None and isinstance(trial.patch, CallPatch):
@@ -361,9 +362,11 @@ class Trials:
         if is_finite:
             remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
         is_known = result.has_backward or remedy.true_loss is not None
-        if is_finite and nearness is not None and not is_known:
-            near = nearness.judged(outputs, patches, self._others)
-            remedy = replace(remedy, **near)
+        if is_finite and self._is_alone and has_distance and not is_known:
+            dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
+            true = self._output_in_wider()
+            off = compared_output(outputs.tensors, true, self._wide, dtypes)
+            remedy = replace(remedy, **off)
         text = remedy.text  # which the budget may have left out before
         self.tried = [e for e in self.tried if e.remedy.tried or e.remedy.text != text]
         self.tried.append(Tried(patches, remedy, trial))
@@ -381,9 +384,8 @@ class Trials:
         if not all(patch.is_same_step for patch in patches):
             return {"usual": self._unusual(remedy.loss)}
         left = _grown_buffer(self.replayer.buffer_sizes, result.buffer_sizes)
-        is_known = self.truth is not None or (
-            self._nearness is not None and self._nearness.has_true_output
-        )
+        has_output = bool(self._true_output) and self._wide is torch.float64
+        is_known = self.truth is not None or has_output
         if not is_known and all(each.is_exact for each in applied.trials):
             self.find_truth(patches)
         facts: dict[str, Any] = {}
@@ -460,14 +462,26 @@ class Trials:
         else:
             outputs = LastOutputs()
             result = self.run([wide, *patches], observers=[outputs])
-            if self._nearness is not None:
-                self._nearness.note_in_float64(result, outputs)
+            is_whole = result.error is None and result.is_clean
+            if self._is_alone and is_whole and self._wide is torch.float64:
+                self._true_output = outputs.tensors
             weights = state_by_name(self.replayer.models)
             held = [weights[name].detach() for name in result.gradients]
             self.truth = Truth.of(
                 *(result, losses_of(result), self.torch_calls, held),
                 has_slopes=not self._failure.has_tie,
             )
+
+    def _output_in_wider(self) -> list[torch.Tensor]:
+        """The last output in the wider dtype; none where it is not known."""
+        if self._true_output is None and self._wide is torch.float32:
+            outputs = LastOutputs()
+            # Compiled code has casts of its own, which no autocast changes any more.
+            patches = [*self._others, Eagerly(), InDtype(self._wide)]
+            result = self.replayer.run(StepPart(), patches, [outputs])
+            is_whole = result.error is None and result.is_clean
+            self._true_output = outputs.tensors if is_whole else []
+        return self._true_output or []
 
     def _given_bad(self, result: ReplayResult) -> str:
         """The name of a bad tensor that a call has from code not replayed, or ""."""

@@ -1,5 +1,9 @@
 """The step in float64: what a remedy's loss and gradients are compared with.
 
+A forward without a backward is good for its output alone: one that is finite and far
+from what a wider dtype gives is as wrong as a nan, and harder to see. It is compared
+with that of a run in float64, or in float32 where anything is half precision.
+
 A mode casts what each torch call is given and returns to float64, and weights and the
 batch are of it from the start, so that autograd's own operations are, too. Numbers are
 drawn in the dtype that the program draws them in: the step has the same dropout masks.
@@ -16,10 +20,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.modules import tensors_of
+from ...base.tensors import HALF
+from ...base.text import dtype_name
 from ...base.torch_ops import has, plain_name
 from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import norm_of, tolerance
+from ..calls import Call
 from ..op_table import OpTable
 from ..replayer import ReplayResult
 from ..torch_calls import TorchCall, TorchCalls, tensors_among
@@ -230,3 +238,50 @@ def distance(
     error = norm_of(changed[k].double() - plain[k].double() for k in plain)
     norm = max(norm_of(plain.values()), least)
     return error / norm if norm > 0 and math.isfinite(error) else None
+
+
+def is_half(calls: Iterable[Call], models: Iterable[nn.Module]) -> bool:
+    """True if anything of a step is half precision: weights, batches or autocast."""
+    calls = list(calls)
+    return (
+        any(t.dtype in HALF for model in models for t in tensors_of(model))
+        or any(t.dtype in HALF for call in calls for _, t in call.leaves())
+        or any(is_on for call in calls for _, is_on, _ in call.ambient.autocast)
+    )
+
+
+def compared_output(
+    own: Sequence[torch.Tensor],
+    true: Sequence[torch.Tensor],
+    wide: torch.dtype,
+    dtypes: Iterable[torch.dtype],
+) -> dict[str, Any]:
+    """The fields of a remedy that say how far the output of a forward is off.
+
+    That is the largest relative L2 difference of a tensor, and inf for another shape,
+    such as that of other boxes that are kept.
+
+    Args:
+        own: The tensors of the output with it.
+        true: Those of the run in a wider dtype; none where that is not known.
+        wide: That dtype.
+        dtypes: Those that the remedy itself runs in.
+    """
+    off = None
+    if len(own) == len(true):
+        pairs = list(zip(own, true, strict=True))
+        is_alike = all(one.shape == other.shape for one, other in pairs)
+        found = [_output_distance(*each) for each in pairs] if is_alike else [math.inf]
+        off = None if any(map(math.isnan, found)) else max(found, default=None)
+    is_far = off is not None and off > tolerance(dtypes)
+    misses = "output" * is_far
+    return {"error": off, "misses": misses, "compared_with": dtype_name(wide)}
+
+
+def _output_distance(own: torch.Tensor, true: torch.Tensor) -> float:
+    own, true = own.double(), true.double()
+    # What a mask leaves at -inf, in both, is no difference.
+    is_same = own == true
+    error = torch.where(is_same, 0.0, own - true).norm()
+    norm = torch.where(is_same & true.isinf(), 0.0, true).norm()
+    return float(error / norm) if float(norm) > 0 else float(error)
