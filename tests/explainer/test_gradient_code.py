@@ -99,7 +99,7 @@ def test_lines_of_the_loop_itself_are_named(tmp_path):
     found = report.explanation
     assert (found.phase, found.op.line) == ("optimizer", line_of(path, "g.div_(total)"))
     codes = [each.code for each in found.remedies if each.is_recommended]
-    assert codes[0] == "g.copy_(g / total.clamp(min=1e-8))"
+    assert codes[0] == "g.div_(total.clamp(min=1e-8))"
 
 
 SHOWN = "print('norm', clip(model.parameters()))"

@@ -128,7 +128,7 @@ def parsed(text: str) -> ast.expr:
     return expression_of(text.replace("(*)", "(ANY)"))
 
 
-_OPERATORS = {
+OPERATORS = {
     **{ast.Add: "add", ast.Sub: "sub", ast.Mult: "mul", ast.Div: "div"},
     **{ast.Pow: "pow", ast.MatMult: "matmul"},
 }
@@ -164,7 +164,7 @@ def _matches(node: ast.AST, call: TorchCall, found: Found) -> bool:
 
 def _shape(node: ast.AST) -> tuple[str, list[ast.expr]]:
     if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)], [node.left, node.right]
+        return OPERATORS[type(node.op)], [node.left, node.right]
     assert isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     return node.func.id, node.args
 

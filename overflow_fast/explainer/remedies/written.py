@@ -27,7 +27,7 @@ from ..syntax import expression_of
 from ..torch_calls import SAME, Key, TorchCall, Value
 from ..users_lines import Site
 from .edited_lines import inner_place
-from .patterns import Found, Input, parsed
+from .patterns import OPERATORS, Found, Input, parsed
 from .rules import safe_argument, with_numbers
 from .source import Edit, NotWrittenError, SourceText, node_at, rebuilt, unparsed
 
@@ -89,7 +89,6 @@ class Writer(ast.NodeTransformer):
     def __init__(self, root: TorchCall, calls: Sequence[TorchCall]) -> None:
         self._root, self._calls, self._names = root, calls, dict[str, Any]()
         self._numbers: dict[str, float] = {}
-        self._target: Any = None  # what the call writes to
         self._read: set[ast.AST] = set()  # what may be computed once, and stands here
         self._kept: dict[ast.AST, ast.Name] = {}  # names of what else may be so
         is_inner = len(root.sites) == 2 and bool(inner_place(root))
@@ -111,28 +110,31 @@ class Writer(ast.NodeTransformer):
     def edits(self, found: Found) -> tuple[Edit, ...]:
         """The edit that puts an expression in the place of the call."""
         self._numbers = found.numbers
+        new = self.written(found)
         if self._root.is_in_place and not _IS_CALL.fullmatch(found.new):
-            if self._root.kwargs.get("out") is not None:
-                raise NotWrittenError("it writes to `out`")
-            self._target = self._written_to()
-        return self.edits_to(self.written(found))
+            new = self._in_place(new)
+        return self.edits_to(new)
 
-    def _written_to(self) -> Any:
-        """The expression of a tensor that the call writes to, and others may have."""
+    def _in_place(self, new: Any) -> ast.AST:
+        """The call, which writes as it did, with the second operand of an expression.
+
+        Where the first one is another, too, a statement that writes the whole.
+
+        Raises:
+            NotWrittenError: If there is none, or autograd has kept what was there.
+        """
         target = operand_of(self._root, 0, self.expression)
-        made = self._root.operands[0].call
-        if not isinstance(target, (ast.Name, ast.Attribute, ast.Subscript)):
-            is_unread = isinstance(self._source.parents.get(self.node), ast.Expr)
-            if is_unread or (made is not None and made.is_in_place):
-                raise NotWrittenError("what it writes to has no name")
-            return None
-        if made is None or has(made.name, "moves"):
-            return target
-        given = self._source.parents.get(node_at(made.sites[0]))
-        names = given.targets if isinstance(given, ast.Assign) else []
-        is_fresh = [ast.unparse(each) for each in names] == [ast.unparse(target)]
-        is_fresh &= made.sites[0].code is self._site.code
-        return None if is_fresh and isinstance(self.node, ast.AugAssign) else target
+        is_same = isinstance(new, ast.BinOp) and target is not None
+        is_same = is_same and OPERATORS[type(new.op)] == self._root.plain_name
+        is_same = is_same and ast.unparse(new.left) == ast.unparse(target)
+        is_statement = isinstance(self.node, ast.AugAssign)
+        if is_same and is_statement:
+            return ast.AugAssign(self.node.target, self.node.op, new.right)
+        if is_same:
+            return self.with_operands(self._root, {1: new.right})
+        if not is_statement or self._root.operands[0].requires_grad:
+            raise NotWrittenError("it writes to its argument")
+        return ast.Expr(ast.Call(ast.Attribute(target, "copy_"), [new], []))
 
     def edits_to(self, new: ast.expr) -> tuple[Edit, ...]:
         """The edit that writes an expression in place of the call.
@@ -142,22 +144,9 @@ class Writer(ast.NodeTransformer):
         kept: list[tuple[Any, ast.Name]] = list(self._kept.items())
         named = {node: ast.NamedExpr(name, node) for node, name in kept}
         new = rebuilt(new, {each: named.pop(each) for each in self._read & set(named)})
-        whole = self._in_place(new)
         file = self._site.file
         edits = [Edit.of(file, node, by_name) for node, by_name in named.items()]
-        return (Edit.of(file, self.node, whole), *edits)
-
-    def _in_place(self, new: Any) -> ast.AST:
-        """An expression, or the statement that writes it to where the call did."""
-        node, is_statement = self.node, isinstance(self.node, ast.AugAssign)
-        if is_statement and isinstance(new, ast.BinOp):
-            again = ast.AugAssign(node.target, node.op, new.right)
-            if ast.unparse(_value_of(again)) == ast.unparse(new):
-                return again
-        if self._target is not None:
-            new = ast.Call(ast.Attribute(self._target, "copy_"), [new], [])
-            return ast.Expr(new) if is_statement else new
-        return ast.Assign([node.target], new) if is_statement else new
+        return (Edit.of(file, self.node, new), *edits)
 
     def _once(self, node: Any, call: TorchCall) -> Any:
         """An expression, or the name of its value where that may be computed once."""
@@ -304,12 +293,7 @@ class Writer(ast.NodeTransformer):
             return _constant(leaf.value)
         if node is None:
             raise NotWrittenError(f"an input of {leaf.call.name} has no text")
-        placed = self._once(node, leaf.call)
-        target = "" if self._target is None else ast.unparse(self._target)
-        if ast.unparse(node) == target and leaf.value.requires_grad:
-            # Autograd keeps what was there.
-            return ast.Call(ast.Attribute(placed, "clone"), [], [])
-        return placed
+        return self._once(node, leaf.call)
 
     def expression_of(self, call: TorchCall) -> Any:
         """How a call is written in the changed function."""
