@@ -127,11 +127,13 @@ class Writer(ast.NodeTransformer):
         is_same = isinstance(new, ast.BinOp) and target is not None
         is_same = is_same and OPERATORS[type(new.op)] == self._root.plain_name
         is_same = is_same and ast.unparse(new.left) == ast.unparse(target)
-        is_statement = isinstance(self.node, ast.AugAssign)
-        if is_same and is_statement:
-            return ast.AugAssign(self.node.target, self.node.op, new.right)
+        node = self.node
+        is_statement = isinstance(node, ast.AugAssign)
+        if is_same and isinstance(node, ast.AugAssign):
+            return ast.AugAssign(node.target, node.op, new.right)
         if is_same:
-            return self.with_operands(self._root, {1: new.right})
+            other: ast.AST = self.with_operands(self._root, {1: new.right})
+            return other
         if not is_statement or self._root.operands[0].requires_grad:
             raise NotWrittenError("it writes to its argument")
         return ast.Expr(ast.Call(ast.Attribute(target, "copy_"), [new], []))

@@ -263,10 +263,10 @@ class FlightRecord:
         assert high is not None and nans is not None
         has_nan = (nans[:, indices] > 0).any(1).tolist()
         seen = high[:, indices]
-        seen = seen.masked_fill(seen.isnan(), -1.0).amax(1).tolist()
+        largest = seen.masked_fill(seen.isnan(), -1.0).amax(1).tolist()
         return [
             math.nan if is_nan else most if most >= 0 else None
-            for is_nan, most in zip(has_nan, seen, strict=True)
+            for is_nan, most in zip(has_nan, largest, strict=True)
         ]
 
     def _entries_named(self, name: str) -> list[int]:
