@@ -47,11 +47,6 @@ def to_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype if tensor.dtype in FLOATS else tensor.dtype, copy=True)
 
 
-def to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, float32 if it is half precision."""
-    return to_dtype(tensor, torch.float32)
-
-
 @contextlib.contextmanager
 def on_copies(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
     """Lets a model compute with copies of its parameters and buffers, in a dtype.
@@ -87,7 +82,9 @@ def copied_batch(batch: Any) -> Any:
     """A batch whose tensors are copies, float32 instead of half precision."""
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        return to_float32(tensor.detach()).requires_grad_(tensor.requires_grad)
+        return to_dtype(tensor.detach(), torch.float32).requires_grad_(
+            tensor.requires_grad
+        )
 
     return mapped(batch, copied, CALL_DEPTH, anew=True)
 
