@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import textwrap
@@ -24,7 +23,6 @@ _CONTEXT = 3  # lines around one, as of `diff -u`
 _GUIDE = 'The guide "My run is nan" (docs/my-run-is-nan.md) has a section on it: {}.'
 _LINK = re.compile(r"\[([^]]+)\]\([^)]+\)")
 _MAX_SOURCE = 2**24  # bytes of a file that may have the line; chosen
-_CAUSE = f"{'cause':<9} "  # how the text of an explanation begins
 
 
 class EvidenceError(FileError):
@@ -61,17 +59,12 @@ class Incident:
 
         A page names the folder of the evidence itself, and not where it is itself.
         """
-        if "sentences" in self.report:
-            paths = [f"`{self.report.get(name)}`" for name in ("evidence", "page")]
-            return [
-                str(each)
-                for each in self.report["sentences"]
-                if not any(path in each for path in paths)
-            ]
-        lines = str(self.report.get("summary", "")).splitlines()
-        if self.explanation:  # it was last before there were sentences
-            lines = list(itertools.takewhile(lambda x: not x.startswith(_CAUSE), lines))
-        return lines
+        paths = [f"`{self.report.get(name)}`" for name in ("evidence", "page")]
+        return [
+            str(each)
+            for each in self.report.get("sentences", ())
+            if not any(path in each for path in paths)
+        ]
 
     @property
     def op(self) -> Mapping[str, Any]:

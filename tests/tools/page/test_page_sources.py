@@ -112,8 +112,8 @@ def test_files_of_a_killed_run_are_shown_as_far_as_they_go(tmp_path, as_kept):
 
 
 def test_what_stands_in_backticks_is_code_and_nothing_else_is(tmp_path):
-    summary = "The weight `h.0.w` is `nan`.\nSo is `<b>`."
-    report = {"schema": 1, "summary": summary}
+    sentences = ["The weight `h.0.w` is `nan`.", "So is `<b>`."]
+    report = {"schema": 1, "sentences": sentences}
     (tmp_path / "overflow_fast.json").write_text('{"schema": 1, "step": 3}')
     (tmp_path / "report.json").write_text(json.dumps(report))
     text = reported(tmp_path, tmp_path)
