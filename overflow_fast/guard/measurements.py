@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from .. import _C
 from .config import GuardConfig
 from .kinds import exporters_of
-from .monitors.magnitudes import Headroom, Saturation, Underflow
 from .overhead import OverheadTimer
 from .record.flight import FlightRecorder
 from .report.run_identity import RunIdentity
@@ -25,34 +24,20 @@ class Measurements:
     Args:
         config: The guard's.
         watches: The watched models.
-        timer: Measures the guard's own cost.
 
     Attributes:
-        timer: The same.
+        timer: Measures the guard's own cost.
         headroom: Tracks how far values are from the end of their dtype.
         record: Keeps the flight record, or None.
         are_read: There is one, or an exporter.
     """
 
-    def __init__(
-        self,
-        config: GuardConfig,
-        watches: Sequence[ModelWatch],
-        timer: OverheadTimer,
-    ) -> None:
+    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
         self._watches = watches
         self._exporters = exporters_of(config.metrics)
         self._failed: set[int] = set()  # exporters whose failure was logged
-        self.timer = timer
-        headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
-        saturation = config.monitor(Saturation)
-        self.headroom = HeadroomTracker(
-            watches,
-            None if headroom is None else headroom.bits,
-            None if underflow is None else underflow.every,
-            None if saturation is None else saturation.share,
-            config.verdicts_are_late,
-        )
+        self.timer = OverheadTimer(watches)
+        self.headroom = HeadroomTracker(config, watches)
         self.record = _recorder_of(config, watches, lambda: self.run)
         self.are_read = self.record is not None or bool(self._exporters)
 

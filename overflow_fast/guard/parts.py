@@ -52,7 +52,6 @@ from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
-from .overhead import OverheadTimer
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
 from .report.entry_words import what_of
@@ -140,9 +139,8 @@ class GuardParts:
         self.keeper: CallKeeper | None = None
         if start is not None and config.may_replay:
             self.keeper = make_keeper(watches, start, optimizers)
-        self.timer = OverheadTimer(watches)
-        self.measurements = Measurements(config, watches, self.timer)
-        self.headroom = self.measurements.headroom
+        self.measurements = Measurements(config, watches)
+        self.timer, self.headroom = self.measurements.timer, self.measurements.headroom
         find_optimizers = functools.partial(living, hooks)
         agreement = Agreement(
             *(config.process_group, watches, config.may_act, find_optimizers),
@@ -158,8 +156,17 @@ class GuardParts:
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         self.clock = StepClock(config.schedule, watches, start)
         self._core = core = GuardCore(
-            *(config, watches, hooks, self.rules, start, self.keeper),
-            *(self._full_watches, agreement, isolation, self.clock, self.measurements),
+            config=config,
+            watches=watches,
+            hooks=hooks,
+            rules=self.rules,
+            start=start,
+            keeper=self.keeper,
+            full_watches=self._full_watches,
+            agreement=agreement,
+            isolation=isolation,
+            clock=self.clock,
+            measurements=self.measurements,
         )
         self.pipeline = Pipeline(core, monitors)
         self.inputs = LoopInputs(core, self.pipeline.tensors)

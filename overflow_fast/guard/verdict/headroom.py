@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from ... import _C
 from ...base.text import as_lines, bits_left
+from ..config import GuardConfig
+from ..monitors.magnitudes import Headroom, Saturation, Underflow
 from ..watching.watch import ModelWatch
 from .entry_headroom import headroom_of, where_of
 from .headroom_table import HeadroomHistory, HeadroomTable, UnderflowCounts
@@ -32,29 +34,22 @@ class HeadroomTracker:
     """Warns of values that run out of headroom, and counts underflow when it is due.
 
     Args:
+        config: The guard's, whose monitors `Headroom`, `Underflow` and `Saturation` say
+            what is asked for.
         watches: The watched models.
-        bits: Warn of values that have fewer bits left; None for never.
-        underflow_every: Count zeros and subnormals in every N-th watched step;
-            None for never.
-        saturation: Warn if this share of an entry's values equals the largest number of
-            its dtype; None for never.
-        is_lagged: True if stats may arrive one step late.
     """
 
-    def __init__(
-        self,
-        watches: Sequence[ModelWatch],
-        bits: float | None,
-        underflow_every: int | None,
-        saturation: float | None,
-        is_lagged: bool,
-    ) -> None:
+    def __init__(self, config: GuardConfig, watches: Sequence[ModelWatch]) -> None:
+        headroom, underflow = config.monitor(Headroom), config.monitor(Underflow)
+        saturation = config.monitor(Saturation)
+        bits = None if headroom is None else headroom.bits
         self._watches = watches
-        self._or_before = " or the one before" if is_lagged else ""
-        self._every = underflow_every
+        self._or_before = " or the one before" if config.verdicts_are_late else ""
+        self._every = None if underflow is None else underflow.every
         self._bits = bits
         self._warned: dict[str, float] = {}
-        self._saturation = SaturationWatch(saturation)
+        share = None if saturation is None else saturation.share
+        self._saturation = SaturationWatch(share)
         self._counted: dict[str, UnderflowCounts] = {}
         self._totals: dict[str, UnderflowCounts] = {}
         self._least = math.inf
