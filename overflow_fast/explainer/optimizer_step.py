@@ -42,7 +42,9 @@ from ..guard.report.remedy import Remedy
 from ..guard.undo.kept_objects import ATOMS
 from ..guard.undo.optimizer import OptimizerSnapshot
 from ..guard.verdict.optimizer_settings import nonfinite_in
+from ..guard.verdict.verdict import BadEntry
 from ..guard.watching.judged_tensors import state_of
+from ..scanner.ops import scan
 from ..torch_internals.replaying import with_torch_function
 from .bad_step import BadStep
 from .named_tensors import state_by_name
@@ -141,25 +143,34 @@ def _in_new_rows(bad: torch.Tensor, before: torch.Size) -> str:
 
 
 def explain_seen_update(
+    first: BadEntry,
     optimizer: Any,
-    parameter: torch.Tensor,
-    state: str,
+    parameters: Mapping[str, torch.Tensor],
     kept: OptimizerSnapshot,
-    found: Explanation,
 ) -> Explanation:
-    """Explains what a step, which has just been made, has made non-finite.
+    """Explains what a step, which has just been made, has made of finite gradients.
+
+    Incurs a CPU-GPU sync.
 
     Args:
+        first: The weight, or the part of its state, that has become non-finite.
         optimizer: The optimizer.
-        parameter: The weight.
-        state: The part of its state that it is, such as `.exp_avg`; "" for itself.
-        kept: What the optimizer steps, as that was before.
-        found: What is said of it so far.
+        parameters: Its parameters, by name.
+        kept: What it steps, as that was before.
     """
-    place = group_of(optimizer, parameter)
-    if place is None or parameter.grad is None:
+    names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
+    name = max(names, key=len, default="")
+    found = Explanation("optimizer", tensor=first.fqn)
+    found.module = name.rpartition(".")[0]
+    parameter = parameters.get(name)
+    place = None if parameter is None else group_of(optimizer, parameter)
+    if parameter is None or place is None or parameter.grad is None:
         return found
-    group = dict(optimizer.param_groups[place])
+    (stat,) = scan([parameter.grad])
+    largest = stat.abs_max or 0.0
+    size = f"finite, up to {largest:.3g} in magnitude" if largest else "0 throughout"
+    found.evidence.append(f"the gradient of {name} is {size}")
+    group, state = dict(optimizer.param_groups[place]), first.fqn.removeprefix(name)
     again = _Again(optimizer, group, parameter, parameter.grad, state, kept)
     return _made_again(again, place, found) or found
 

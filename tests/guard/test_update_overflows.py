@@ -12,7 +12,8 @@ from guarding import assert_same, state_of
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.guard.optimizers import updated, updates
+from overflow_fast.explainer import optimizer_step
+from overflow_fast.guard.optimizers import updates
 from overflow_fast.guard.report.causes import BAD_SETTING
 
 LARGE = 1e22  # its square is beyond float32
@@ -253,8 +254,8 @@ def test_what_an_update_takes_is_the_guards_but_for_its_explanation(monkeypatch)
         monkeypatch.setattr(updates, "OptimizerSnapshot", slow)
         costs += [guard.cost for _ in scaled_steps(model, optimizer, LARGE)]
         monkeypatch.undo()
-        made = updated.explain_update
-        monkeypatch.setattr(updated, "explain_update", slow)
+        made = optimizer_step.explain_seen_update
+        monkeypatch.setattr(optimizer_step, "explain_seen_update", slow)
         guard.step = 1000  # another place is explained after some steps
         nn.init.constant_(model.bias, 1.0)
         optimizer.param_groups[0]["lr"] = float("inf")

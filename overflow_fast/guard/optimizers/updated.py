@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch.optim import Optimizer
 
 from ... import _C
-from ...scanner.ops import scan
 from ..collect import Collector
 from ..judge import Judge
 from ..outer import outer
-from ..report.explanation import Explanation
 from ..undo.optimizer import OptimizerSnapshot
 from ..unit import Unit
 from ..verdict.optimizer_settings import SettingRemark, bad_settings
-from ..verdict.verdict import BadEntry, Verdict
+from ..verdict.verdict import Verdict
 
 
 def see_update(
@@ -44,9 +41,8 @@ def see_update(
     if not unit.frames:
         return
     unit.verdict = verdict = of_update(judge.verdict_on(unit), optimizer)
-    first = verdict.first
-    if first is not None:
-        unit.explains = lambda _: explain_update(first, optimizer, named, kept)
+    step = verdict.first, optimizer, named, kept
+    unit.explains = lambda _: outer("update")(*step)
 
 
 def of_update(verdict: Verdict, optimizer: Optimizer) -> Verdict:
@@ -71,35 +67,3 @@ def _bad_rates(optimizer: Optimizer) -> list[SettingRemark]:
     """
     wrong = bad_settings([optimizer])
     return [each for each in wrong if each.setting.startswith("lr ")]
-
-
-def explain_update(
-    first: BadEntry,
-    optimizer: Optimizer,
-    parameters: dict[str, torch.Tensor],
-    kept: OptimizerSnapshot,
-) -> Explanation:
-    """Explains what a step has made of finite gradients, by making it again on copies.
-
-    Incurs a CPU-GPU sync.
-
-    Args:
-        first: The weight, or state, that has become non-finite.
-        optimizer: The optimizer.
-        parameters: Its parameters, by name.
-        kept: What it steps, as that was before.
-    """
-    names = [n for n in parameters if first.fqn == n or first.fqn.startswith(f"{n}.")]
-    name = max(names, key=len, default="")
-    found = Explanation("optimizer", tensor=first.fqn)
-    found.module = name.rpartition(".")[0]
-    gradient = parameters[name].grad if name else None
-    if gradient is None:
-        return found
-    (stat,) = scan([gradient])
-    largest = stat.abs_max or 0.0
-    size = f"finite, up to {largest:.3g} in magnitude" if largest else "0 throughout"
-    found.evidence.append(f"the gradient of {name} is {size}")
-    step = optimizer, parameters[name], first.fqn.removeprefix(name), kept
-    made: Explanation = outer("update")(*step, found)
-    return made
