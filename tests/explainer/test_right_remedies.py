@@ -460,7 +460,7 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
     def compared(*gradient):
         result = ReplayResult(gradients={"w": torch.tensor(gradient)})
         result.losses = [torch.tensor(1.001)]
-        return truth.compared(remedy, result, None)
+        return truth.compared(remedy.loss, result, None)
 
     assert compared(3.0, 4.1)["misses"] == ""
     found = compared(3.0, 0.0)

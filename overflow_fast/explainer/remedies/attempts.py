@@ -287,7 +287,7 @@ def _go_on(failure: Failure, trials: Trials, most: int) -> None:
     """
     applied, seen = trials.applied, set[Any]()
     failed = [each for each in trials.failed if not _is_of_torch(each[0].remedy)]
-    for trial, place in sorted(failed, key=lambda each: -each[0].num_changes):
+    for trial, place in sorted(failed, key=lambda each: -len(each[0].changes)):
         if trials.is_over or not most:
             return
         trials.go_on(applied.with_trial(trial))

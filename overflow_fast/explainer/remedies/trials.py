@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from ..replayer import (
 )
 from ..tensor_kinds import kinds_of
 from ..torch_calls import Key
-from .call_patch import CallPatch, InWider, RuleChange
+from .call_patch import CallPatch, Change, InWider, RuleChange
 from .edited_lines import remedy_of
 from .failure import Failure
 from .patches import Eagerly, FromLoss, InDtype
@@ -62,9 +63,9 @@ class Trial:
     keeps_loss: bool = False
 
     @property
-    def num_changes(self) -> int:
-        """The number of changes of torch calls that its patch makes."""
-        return len(self.patch.changes) if isinstance(self.patch, CallPatch) else 0
+    def changes(self) -> tuple[Change, ...]:
+        """The changes of torch calls that its patch makes."""
+        return self.patch.changes if isinstance(self.patch, CallPatch) else ()
 
 
 Attempts = Generator[Trial, bool, None]  # is sent whether it is a remedy
@@ -95,31 +96,47 @@ class AppliedPatches:
 
     trials: tuple[Trial, ...] = ()
 
+    @functools.cached_property
+    def calls(self) -> CallPatch:
+        """All changes of torch calls, and what has become of them in runs."""
+        changes = (change for each in self.trials for change in each.changes)
+        return CallPatch(tuple(dict.fromkeys(changes)))
+
     @property
     def patches(self) -> tuple[Patch, ...]:
         """The patches: one for all changes of torch calls."""
-        all_patches = [trial.patch for trial in self.trials]
-        of_calls = [each for each in all_patches if isinstance(each, CallPatch)]
-        others = [each for each in all_patches if not isinstance(each, CallPatch)]
-        changes = tuple(dict.fromkeys(c for each in of_calls for c in each.changes))
-        return (CallPatch(changes), *others) if changes else tuple(others)
+        others = [e.patch for e in self.trials if not isinstance(e.patch, CallPatch)]
+        return (self.calls, *others) if self.calls.changes else tuple(others)
 
     @property
     def keys(self) -> set[Key]:
         """The keys of the calls that are changed."""
-        return {
-            change.key
-            for patch in self.patches
-            if isinstance(patch, CallPatch)
-            for change in patch.changes
-            if isinstance(change, RuleChange)
-        }
+        return {e.key for e in self.calls.changes if isinstance(e, RuleChange)}
+
+    @property
+    def wider(self) -> list[InWider]:
+        """The changes that compute calls in a wider dtype."""
+        return [each for each in self.calls.changes if isinstance(each, InWider)]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if all are equal in exact arithmetic, where the calls have a value."""
+        return all(each.is_exact for each in self.trials)
+
+    @property
+    def moved(self) -> float | None:
+        """The largest change of a finite result; 0 where each was seen to stay."""
+        if self.is_exact:
+            return None
+        if self.patches == (self.calls,) and self.calls.leaves_finite:
+            return 0.0
+        return max(self.calls.moved.values(), default=0.0) or None
 
     def with_trial(self, trial: Trial) -> AppliedPatches:
         """These patches and a further one, which may stand for some of them."""
         kept = self.trials
-        if in_wider(trial.patch):
-            kept = tuple(each for each in kept if not in_wider(each.patch))
+        if _is_wider(trial):
+            kept = tuple(each for each in kept if not _is_wider(each))
         return AppliedPatches((*kept, trial))
 
     @property
@@ -151,15 +168,12 @@ def _in_one(texts: Iterable[str]) -> str:
 def joined(trials: Sequence[Trial]) -> Trial:
     """Changes of torch calls as one."""
     whole = AppliedPatches(tuple(trials))
-    (patch,) = whole.patches
     edits = tuple(edit for trial in trials for edit in trial.edits)
-    return replace(trials[0], remedy=whole.remedy, patch=patch, edits=edits)
+    return replace(trials[0], remedy=whole.remedy, patch=whole.calls, edits=edits)
 
 
-def in_wider(patch: Patch) -> list[InWider]:
-    """The changes of a patch that compute calls in a wider dtype."""
-    changes = patch.changes if isinstance(patch, CallPatch) else ()
-    return [each for each in changes if isinstance(each, InWider)]
+def _is_wider(trial: Trial) -> bool:
+    return any(isinstance(each, InWider) for each in trial.changes)
 
 
 _AT_POLE = (
@@ -321,20 +335,16 @@ class Trials:
         result = result or self.run(patches, place, [outputs] * self._is_alone)
         if not all(each.is_applied for each in patches):
             return False  # what it reads was gone, or written to
-        if result.error is not None and isinstance(trial.patch, CallPatch):
+        if result.error is not None and trial.changes:
             return False  # that form does not fit the call: it is no remedy
         table, within = result.table, self._failure.within
         left = stays and table is not None and table.bad_within(within)
         is_finite = result.is_clean and not left
-        is_tried = result.error is None
         given = "" if is_finite else self._given_bad(result)
         if given:  # it is what it was, whatever the remedy has changed
             note = f"No remedy could be tried: {COMPUTED_OUTSIDE.format(given)}."
             self.notes += [note] * (note not in self.notes)
             return False
-        if result.error is not None:
-            why = f"the replay raised {error_line(result.error)}"
-            remedy = replace(remedy, why=why)
         is_whole = self._is_alone or (self._has_loss and result.has_backward)
         if is_finite and not is_whole:
             if not self.notes:  # loss and backward were not replayed
@@ -355,18 +365,20 @@ class Trials:
         is_kept = is_finite and losses_of(result)[: len(before)] == before
         if trial.keeps_loss and not is_kept:
             return False
-        rank = own_rank() if world_size() > 1 else None
-        remedy = replace(remedy, tried=is_tried, is_finite=is_finite, loss=loss)
-        wider = [change.wide for patch in patches for change in in_wider(patch)]
-        remedy = replace(remedy, rank=rank, in_float64=torch.float64 in wider)
+        facts: dict[str, Any] = {"is_finite": is_finite, "loss": loss}
+        if result.error is not None:
+            why = f"the replay raised {error_line(result.error)}"
+            facts |= {"tried": False, "why": why}
+        facts["rank"] = own_rank() if world_size() > 1 else None
+        facts["in_float64"] = any(e.wide is torch.float64 for e in applied.wider)
         if is_finite:
-            remedy = replace(remedy, **self._judged(applied, patches, remedy, result))
-        is_known = result.has_backward or remedy.true_loss is not None
+            facts |= self._judged(applied, loss, result)
+        is_known = result.has_backward or facts.get("true_loss") is not None
         if is_finite and self._is_alone and has_distance and not is_known:
             dtypes = [each.dtype for each in patches if isinstance(each, InDtype)]
             true = self._output_in_wider()
-            off = compared_output(outputs.tensors, true, self._wide, dtypes)
-            remedy = replace(remedy, **off)
+            facts |= compared_output(outputs.tensors, true, self._wide, dtypes)
+        remedy = replace(remedy, **facts)
         text = remedy.text  # which the budget may have left out before
         self.tried = [e for e in self.tried if e.remedy.tried or e.remedy.text != text]
         self.tried.append(Tried(patches, remedy, trial))
@@ -374,28 +386,24 @@ class Trials:
         return remedy.is_recommended and not remedy.leaves
 
     def _judged(
-        self,
-        applied: AppliedPatches,
-        patches: Sequence[Patch],
-        remedy: Remedy,
-        result: ReplayResult,
+        self, applied: AppliedPatches, loss: float | None, result: ReplayResult
     ) -> dict[str, Any]:
         """The fields of a remedy that say whether it is right, and what it breaks."""
-        if not all(patch.is_same_step for patch in patches):
-            return {"usual": self._unusual(remedy.loss)}
+        if not all(patch.is_same_step for patch in applied.patches):
+            return {"usual": self._unusual(loss)}
         left = _grown_buffer(self.replayer.buffer_sizes, result.buffer_sizes)
         has_output = bool(self._true_output) and self._wide is torch.float64
         is_known = self.truth is not None or has_output
-        if not is_known and all(each.is_exact for each in applied.trials):
-            self.find_truth(patches)
+        if not is_known and applied.is_exact:
+            self.find_truth(applied.patches)
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
         if self.truth is not None:
-            facts = self.truth.compared(remedy, result, usual)
+            facts = self.truth.compared(loss, result, usual)
         elif 0 < len(result.losses) == len(self._failure.losses):
             facts["plain_loss"] = mean_of(self._failure.losses)
         is_right = facts.get("misses") == ""
-        loss, broken = None if is_right else remedy.loss, ""
+        loss, broken = None if is_right else loss, ""
         if loss is not None and usual is not None and LOSS.is_passed(abs(loss), usual):
             broken = f"a loss of {loss:.3g} after a median of {usual:.3g}"
         elif "plain_loss" not in facts:
@@ -406,8 +414,10 @@ class Trials:
         sizes = result.gradient_sizes
         is_flat = bool(sizes) and not any(sizes.values())
         is_flat = is_flat and (self.truth is None or not self.truth.is_flat)
-        facts["moves_results"] = self._moved(applied, patches)
-        left = left or _near_zero(patches) or self._of_nothing(applied, result)
+        facts["moves_results"] = applied.moved
+        near = applied.calls.near_zero
+        left = left or min(near, key=near.__getitem__, default="")
+        left = left or self._of_nothing(applied, result)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
 
@@ -426,25 +436,13 @@ class Trials:
         is_of_zeros = len(op.operands) == 2 and not any(op.operands)
         return _NOTHING * (is_of_zeros and has(base_of(op.name), "divides"))
 
-    @staticmethod
-    def _moved(applied: AppliedPatches, patches: Sequence[Patch]) -> float | None:
-        """The largest change of a finite result; 0 where each was seen to stay."""
-        if all(each.is_exact for each in applied.trials):
-            return None
-        of_calls = [each for each in patches if isinstance(each, CallPatch)]
-        if len(of_calls) == len(patches) and all(e.leaves_finite for e in of_calls):
-            return 0.0
-        moved = [each for patch in of_calls for each in patch.moved.values()]
-        return max(moved, default=0.0) or None
-
     def _is_guess(self, applied: AppliedPatches) -> bool:
         """True if a number is tried where the result is infinite in exact arithmetic.
 
         A training's loss and gradients show what such a number makes of the step.
         """
         is_last = self._failure.place == len(self.replayer.calls) - 1
-        is_exact = all(each.is_exact for each in applied.trials)
-        is_of_calls = bool(applied.keys) and not is_exact
+        is_of_calls = bool(applied.keys) and not applied.is_exact
         return self._is_alone and self._failure.is_at_pole and is_last and is_of_calls
 
     def find_truth(self, patches: Sequence[Patch] = ()) -> None:
@@ -507,13 +505,6 @@ class Trials:
     def _others(self) -> list[Patch]:
         """The patches that are in place in each run."""
         return [Eagerly()] * self._failure.is_compiled
-
-
-def _near_zero(patches: Sequence[Patch]) -> str:
-    """The call that divides by the least number near 0, or ""."""
-    of_calls = [each for each in patches if isinstance(each, CallPatch)]
-    found = {k: v for each in of_calls for k, v in each.near_zero.items()}
-    return min(found, key=found.__getitem__, default="")
 
 
 def losses_of(result: ReplayResult) -> list[float]:

@@ -24,7 +24,6 @@ from ...base.modules import tensors_of
 from ...base.tensors import HALF
 from ...base.text import dtype_name
 from ...base.torch_ops import has, plain_name
-from ...guard.report.remedy import Remedy
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import norm_of, tolerance
 from ..calls import Call
@@ -186,17 +185,17 @@ class Truth:
         return max(abs(self.loss), *sizes) < largest
 
     def compared(
-        self, remedy: Remedy, result: ReplayResult, usual: float | None
+        self, loss: float | None, result: ReplayResult, usual: float | None
     ) -> dict[str, Any]:
         """The fields of a remedy that say how far it misses the truth.
 
         Args:
-            remedy: The remedy.
+            loss: The loss with it.
             result: The replay with it, of the step or its first micro-batches.
             usual: The median loss of the steps before; None if there is none. Far below
                 it, a loss is what terms that cancel leave.
         """
-        if remedy.loss is None:
+        if loss is None:
             return {}
         dtype, num = result.losses[0].dtype, len(result.losses)
         true = mean_of(self.losses[:num])
@@ -204,7 +203,7 @@ class Truth:
             return {"true_loss": true, "misses": "loss"}
         # A loss far below the usual one is what terms that cancel leave.
         least = self.near * (1.0 if usual is None else usual)
-        error = abs(remedy.loss - true) / max(abs(true), least)
+        error = abs(loss - true) / max(abs(true), least)
         moved = None
         if num == len(self.losses) and self.has_slopes:
             moved = distance(result.gradients, self.gradients, self.least)

@@ -14,6 +14,7 @@ from ..torch_calls import Key, TorchCall, Value
 from ..wider import CAST_METHODS
 from .call_patch import InWider
 from .edited_lines import inner_place, shown_at
+from .patterns import Input
 from .source import NOT_WRITTEN, Edit, NotWrittenError, node_at
 from .written import Writer, first_turns, short_text
 
@@ -131,12 +132,12 @@ def _edits(
     if casts:
         new = writer.with_operands(
             call,
-            {place: _cast(writer.place_operand(call, place), cast) for place in casts},
+            {place: _cast(writer.text_of(Input(call, place)), cast) for place in casts},
         )
     elif call.name == "to" and not is_end:
-        new = _cast(writer.place_operand(call, 0), cast)
+        new = _cast(writer.text_of(Input(call, 0)), cast)
     else:
-        new = writer.place_whole()
+        new = writer.node
     if is_end:
         new = _cast_back(new, root, writer, CAST_METHODS[change.narrow])
     return writer.edits_to(new)

@@ -18,13 +18,12 @@ import torch
 
 from ...base.torch_ops import has, is_sum, op_of
 from ...guard.report.remedy import Remedy
-from ..replayer import Patch
 from ..torch_calls import Key, TorchCall, Value, calls_before
 from .call_patch import CallPatch, InWider
 from .edited_lines import remedy_of
 from .failure import Failure
 from .source import NOT_WRITTEN
-from .trials import Attempts, Trial, Trials, in_wider
+from .trials import Attempts, Trial, Trials
 from .wider_text import has_text, wider_edits, wider_text
 
 _MOST_ROOTS = 3  # calls that are in a wider dtype each on its own
@@ -56,8 +55,8 @@ def wider_trials(failure: Failure, trials: Trials) -> Attempts:
         if trials.found_right and is_last:
             return
         keys = {call.key for call in roots}
-        for each in trials.applied.trials:  # which this one stands for as well
-            keys |= {key for change in in_wider(each.patch) for key in change.roots}
+        for each in trials.applied.wider:  # which this one stands for as well
+            keys |= each.roots
         trial = _wider_trial(keys, failing, narrow, failure, trials)
         if trial is not None and (yield trial):
             return
@@ -120,9 +119,9 @@ def _wider_trial(
     stops = frozenset(_keys_of(calls, was_wide))
     change = replace(change, roots=frozenset(keys), stops=stops)
     patch = CallPatch((change,))
-    patches = trials.applied.with_trial(Trial(Remedy(""), patch)).patches
+    applied = trials.applied.with_trial(Trial(Remedy(""), patch))
     has_backward = failure.found.phase != "forward"  # else most is of derivatives
-    table = trials.run(patches, failure.place, has_backward=has_backward).table
+    table = trials.run(applied.patches, failure.place, has_backward=has_backward).table
     if table is None:
         return None
     sizes: dict[TorchCall, float] = {}
@@ -144,7 +143,8 @@ def _wider_trial(
         return None  # such as what autocast casts again
     stops |= _keys_of(table.torch_calls, lambda call: not was_wide(call))
     change = replace(change, stops=stops)  # and what autocast casts
-    divisors = _divided_by(table.torch_calls, patches)
+    divides = [e for e in table.torch_calls if e.key in applied.calls.needs_wide]
+    divisors = filter(None, (call.operands[1].call for call in divides))
     needed = {each.key for call in divisors for each in (call, *calls_before(call))}
     ends = _ends_of(change, failing, table.torch_calls, sizes, needed)
     change = replace(change, ends=frozenset(call.key for call in ends))
@@ -161,16 +161,6 @@ def _keys_of(
     """The keys for whose calls a condition holds, all of them."""
     false = {call.key for call in calls if not condition(call)}
     return {call.key for call in calls} - false
-
-
-def _divided_by(
-    calls: Sequence[TorchCall], patches: Sequence[Patch]
-) -> list[TorchCall]:
-    """The calls that made divisors which need the wider dtype."""
-    of_calls = [each for each in patches if isinstance(each, CallPatch)]
-    keys = {key for each in of_calls for key in each.needs_wide}
-    made = (call.operands[1].call for call in calls if call.key in keys)
-    return [call for call in made if call is not None]
 
 
 def _nearly_full_sums(

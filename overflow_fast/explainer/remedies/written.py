@@ -212,7 +212,7 @@ class Writer(ast.NodeTransformer):
         if isinstance(of, Found):
             return self.written(of)
         if name in self._names:
-            return self._text_of(of) if isinstance(of, Input) else _constant(of)
+            return self.text_of(of) if isinstance(of, Input) else _constant(of)
         if name == "SAFE":
             return ast.Constant(safe_argument(self._names["f"]))
         if name in self._numbers:
@@ -241,7 +241,7 @@ class Writer(ast.NodeTransformer):
             of = self._names[getattr(node.args[0], "id", "")]
             if not isinstance(of.value, Value):
                 return _constant(math.log(of.value))
-            return ast.Call(ast.Attribute(self._text_of(of), "log"), [], [])
+            return ast.Call(ast.Attribute(self.text_of(of), "log"), [], [])
         made: Any = self.generic_visit(node)
         while made.args and _is_none(made.args[-1], False):
             made.args.pop()
@@ -288,7 +288,8 @@ class Writer(ast.NodeTransformer):
                 return node  # type: ignore[no-any-return]
         raise NotWrittenError("-inf is written elsewhere")
 
-    def _text_of(self, leaf: Input) -> Any:
+    def text_of(self, leaf: Input) -> Any:
+        """The expression of an input of a call."""
         is_number = not isinstance(leaf.value, Value)
         node = operand_of(leaf.call, leaf.place, self.expression_of(leaf.call))
         if is_number and (node is None or isinstance(node, ast.Constant)):
@@ -332,19 +333,11 @@ class Writer(ast.NodeTransformer):
             raise NotWrittenError(f"{call.name} has no text")
         return rebuilt(_value_of(node), dict(zip(old, new.values(), strict=True)))
 
-    def place_operand(self, call: TorchCall, place: int) -> Any:
-        """The expression of an operand of a call."""
-        return self._text_of(Input(call, place))
-
     def name_of(self, call: TorchCall, place: int) -> str:
         """The text of an operand that says the same at the changed place; else ""."""
         node = operand_of(call, place, self.expression_of(call))
         is_same = node is not None and not self._has_other_names(node, call)
         return ast.unparse(node) if is_same else ""
-
-    def place_whole(self) -> Any:
-        """The replaced expression itself."""
-        return self.node
 
 
 def _of_torch_module(site: Site, outer: Any) -> ast.expr:
