@@ -48,7 +48,6 @@ LINES |= {
         "torch.log(torch.exp(x * w).sum(dim=-1)).mean()",
         torch.full((3, 2), 200.0),
     ),
-    "in place": ("(x * w).sqrt_().mean()", -torch.ones(3, 2)),
     "half": ("(x * w).half().float().mean()", torch.full((3, 2), 1e5)),
     "to float16": (
         "(x * w).to(dtype=torch.float16).float().mean()",
@@ -275,13 +274,13 @@ def test_an_exp_that_is_used_in_no_ratio_keeps_its_maximum(line, tmp_path):
 
 def test_an_augmented_assignment(tmp_path, as_kept):
     text = SOURCE.replace(
-        "    return {}", "    y = x * w\n    y /= x\n    return y.sum()"
+        "    return {}", "    y = x * w\n    y **= 0.5\n    return y.sum()"
     )
     module, path = module_of(tmp_path, text)
-    good = recommended(explained(module.loss_of, torch.zeros(3, 2)))
+    good = recommended(explained(module.loss_of, -torch.ones(3, 2)))
     as_kept([remedy.code for remedy in good])
     fresh, _ = module_of(tmp_path, edited(path, good[0]))
-    assert fresh.loss_of(torch.zeros(3, 2), torch.ones(2)).isfinite()
+    assert fresh.loss_of(-torch.ones(3, 2), torch.ones(2)).isfinite()
 
 
 HEAD = "import torch\nimport torch.nn.functional as F\n"

@@ -121,11 +121,12 @@ class Writer(ast.NodeTransformer):
         Where the first one is another, too, a statement that writes the whole.
 
         Raises:
-            NotWrittenError: If there is none, or autograd has kept what was there.
+            NotWrittenError: If there is none, or autograd has kept what was there, or
+                only a part is written to.
         """
         target = operand_of(self._root, 0, self.expression)
         is_same = isinstance(new, ast.BinOp) and target is not None
-        is_same = is_same and OPERATORS[type(new.op)] == self._root.plain_name
+        is_same = is_same and OPERATORS.get(type(new.op)) == self._root.plain_name
         is_same = is_same and ast.unparse(new.left) == ast.unparse(target)
         node = self.node
         is_statement = isinstance(node, ast.AugAssign)
@@ -134,9 +135,22 @@ class Writer(ast.NodeTransformer):
         if is_same:
             other: ast.AST = self.with_operands(self._root, {1: new.right})
             return other
-        if not is_statement or self._root.operands[0].requires_grad:
+        if is_statement and self._is_fresh(target):
+            return ast.Assign([target], new)
+        is_part = isinstance(target, ast.Subscript)  # which may be a copy
+        if is_part or not is_statement or self._root.operands[0].requires_grad:
             raise NotWrittenError("it writes to its argument")
         return ast.Expr(ast.Call(ast.Attribute(target, "copy_"), [new], []))
+
+    def _is_fresh(self, target: ast.AST) -> bool:
+        """True if a statement has assigned what is written to, as a new tensor."""
+        made = self._root.operands[0].call
+        if made is None or has(made.name, "moves"):
+            return False
+        given = self._source.parents.get(node_at(made.sites[0]))
+        names = given.targets if isinstance(given, ast.Assign) else []
+        is_own = [ast.unparse(each) for each in names] == [ast.unparse(target)]
+        return is_own and made.sites[0].code is self._site.code
 
     def edits_to(self, new: ast.expr) -> tuple[Edit, ...]:
         """The edit that writes an expression in place of the call.
