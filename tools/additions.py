@@ -352,7 +352,7 @@ assert "| `count` | Count the steps of a record |" in text
                 """        if "cumprod" in op.name and details.is_overflow:
             found.cause = causes.LONG_PRODUCT.name
 """,
-                "        found.cause = _cause_of(details, is_singular)\n",
+                "        found.reason = details.reason or found.reason\n",
             ),
         ],
         """

@@ -35,20 +35,7 @@ from .call_growth import CallGrowth, growth_of, leap_before, rise_before
 from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of, pattern_of
-from .op_call import (
-    CONSTANT,
-    EMPTY,
-    RANGE,
-    SINGULAR,
-    TOO_LARGE,
-    TOO_SMALL,
-    UNDEFINED,
-    WITHIN,
-    WRITTEN,
-    Details,
-    OpCall,
-    Source,
-)
+from .op_call import WRITTEN, OpCall, Source
 from .tensor_kinds import (
     INF,
     NAN,
@@ -63,16 +50,6 @@ from .users_lines import op_at, place_text, programs_line, torchs_place
 
 _FEW = 4  # names in a sentence; chosen
 _MOST_SIZES = 6  # numbers in one; chosen
-_CAUSES = {
-    RANGE: causes.RANGE_OVERFLOW.name,
-    TOO_LARGE: causes.RANGE_OVERFLOW.name,
-    TOO_SMALL: causes.UNDERFLOW.name,
-    WITHIN: causes.ROUNDING.name,
-    UNDEFINED: causes.UNDEFINED.name,
-    CONSTANT: causes.CONSTANT.name,
-    EMPTY: causes.EMPTY_REDUCTION.name,
-    SINGULAR: causes.ROUNDING.name,
-}
 DIVIDES_BY = "it divides by "
 _IN_HOOK = "it ran in a hook that backward called"
 _ADDED_UP = "produced where gradients are added up"
@@ -175,11 +152,12 @@ def _explain_op(op: OpCall, ops: Sequence[OpCall], in_gradients: bool) -> Explan
         # A forward that is not defined there, either, has no gradient that could be.
         is_singular = is_backward and not op.in_hook
         is_singular &= in_gradients or named is op or not _is_undefined(named)
-        found.cause = _cause_of(details, is_singular)
+        is_singular &= details.cause == causes.UNDEFINED.name
+        found.cause = causes.SINGULAR_GRADIENT.name if is_singular else details.cause
         found.reason = details.reason or found.reason
         texts = [made_text(found.op, details.columns, clauses)]
         # The first line has a reason, and of an overflow the result in float64.
-        if details.part or details.why not in (RANGE, TOO_LARGE):
+        if details.part or details.cause != causes.RANGE_OVERFLOW.name:
             texts.append(in_float64_text(found.op, details.part))
     found.evidence += filter(None, texts)
     if found.cause == causes.RANGE_OVERFLOW.name and not op.is_communication:
@@ -279,20 +257,8 @@ def explain_mask(sources: Sequence[Source], call: Call) -> Explanation | None:
 
 def _is_undefined(op: OpCall) -> bool:
     details = op.details
-    return op.makes_bad and details is not None and details.why == UNDEFINED
-
-
-def _cause_of(details: Details, is_singular: bool) -> str:
-    """The name of a cause.
-
-    Args:
-        details: What is known of the operation.
-        is_singular: Whether it is a singular gradient where it is undefined.
-    """
-    cause = _CAUSES.get(details.why, causes.UNKNOWN.name)
-    if is_singular and cause == causes.UNDEFINED.name:
-        return causes.SINGULAR_GRADIENT.name
-    return cause
+    is_undefined = details is not None and details.cause == causes.UNDEFINED.name
+    return op.makes_bad and is_undefined
 
 
 def _op_of(named: OpCall, ran: OpCall) -> Op:

@@ -27,6 +27,7 @@ from .. import _C
 from ..base.tensors import are_plain
 from ..base.torch_ops import base_of, has, is_view, op_of
 from ..base.tree import find, tensors_in
+from ..guard.report.causes import UNDEFINED, UNKNOWN
 from ..guard.report.op import Op
 from ..torch_internals.replaying import schema_of
 from .bounds import LEAP
@@ -36,12 +37,6 @@ from .tensor_kinds import Index, is_float
 from .torch_calls import TorchCall
 from .users_lines import Sites, place_text
 
-RANGE, UNDEFINED, EMPTY, SINGULAR = "range", "undefined", "empty", "singular"
-# Its result is within the range, and an intermediate value was too large, too small, or
-# lost in a way that is not known.
-TOO_LARGE, TOO_SMALL, WITHIN = "too large", "too small", "within"
-CONSTANT = "constant"
-NOT_TRIED = ""
 WRITTEN = "{} is written by the code of this line or by torch within it"
 
 
@@ -51,8 +46,7 @@ class Details:
 
     Attributes:
         op: What it was given and returned, without the line that called it.
-        why: RANGE, UNDEFINED, EMPTY, SINGULAR, TOO_LARGE, TOO_SMALL, WITHIN, CONSTANT
-            or NOT_TRIED.
+        cause: The name of the cause, as far as the operation alone tells it.
         reason: In a sentence.
         last_index: Where the last non-finite value is in the first bad output.
         columns: The columns that hold them all, where these are few of many.
@@ -61,7 +55,7 @@ class Details:
     """
 
     op: Op
-    why: str = NOT_TRIED
+    cause: str = UNKNOWN.name
     reason: str = ""
     last_index: Index | None = None
     columns: list[int] = field(default_factory=list)
@@ -75,9 +69,8 @@ class Details:
 
     @property
     def is_overflow(self) -> bool:
-        """True if its true result is a finite number."""
-        is_finite = self.why in (RANGE, TOO_LARGE, TOO_SMALL, WITHIN)
-        return is_finite and self.op.true_value is not None
+        """True if its result in float64 is a number, which its own dtype has lost."""
+        return self.op.true_value is not None and self.cause != UNDEFINED.name
 
     @property
     def divisor(self) -> float | None:

@@ -27,6 +27,7 @@ import torch
 from .. import _C
 from ..base.tensors import are_plain, is_whole
 from ..base.torch_ops import has
+from ..guard.report.causes import UNDEFINED
 from ..scanner.ops import scan
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
@@ -34,7 +35,7 @@ from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .meant_infs import is_asked, is_meant, returns_meant
 from .memory import Memories
-from .op_call import UNDEFINED, OpCall, Source
+from .op_call import OpCall, Source
 from .op_trace import ModuleStack, OpObserver
 from .root_op import details_of
 from .tape import Tape
@@ -356,7 +357,8 @@ class OpTable(OpObserver):
             self._num_details += 1
             given = self._mask_counts, self._name_of
             op.details = details = details_of(op, bad, *given)
-            is_open = details.why == UNDEFINED and details.op.true_value is not None
+            is_open = details.cause == UNDEFINED.name
+            is_open &= details.op.true_value is not None
             is_asked = is_open or details.divisor is not None
             if is_asked and self._tape is not None:
                 self.undefined[op] = before = self._tape.before(op)

@@ -48,7 +48,7 @@ from ..scanner.ops import scan
 from ..torch_internals.replaying import with_torch_function
 from .bad_step import BadStep
 from .named_tensors import state_by_name
-from .op_call import RANGE, OpCall
+from .op_call import OpCall
 from .op_table import OpTable
 from .op_trace import OpTrace
 from .remedies.rule_attempts import update_remedies
@@ -456,11 +456,12 @@ def _rows_of_zeros(bad: torch.Tensor, gradient: torch.Tensor | None) -> str:
 
 def _beyond(op: OpCall) -> str:
     """The result of an operation that is beyond its dtype, or ""."""
-    details = op.details
-    if details is None or details.why != RANGE or details.op.true_value is None:
+    ran = op.details.op if op.details and op.details.is_overflow else None
+    if ran is None or ran.true_value is None or ran.limit is None:
         return ""
-    value, made = plain_number(details.op.true_value), details.op.outputs[0]
-    return f"{value} is beyond {made.dtype}'s maximum {details.op.limit:.5g}"
+    what = f"{ran.outputs[0].dtype}'s maximum {ran.limit:.5g}"
+    is_beyond = abs(ran.true_value) > ran.limit
+    return f"{plain_number(ran.true_value)} is beyond {what}" * is_beyond
 
 
 def _add_bad_state(optimizer: Any, parameter: torch.Tensor, found: Explanation) -> None:

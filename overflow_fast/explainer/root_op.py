@@ -11,25 +11,21 @@ from ..base.tensors import real_parts, widened
 from ..base.text import error_line
 from ..base.torch_ops import has, op_of
 from ..base.tree import tensors_in
+from ..guard.report.causes import (
+    CONSTANT,
+    EMPTY_REDUCTION,
+    RANGE_OVERFLOW,
+    ROUNDING,
+    UNDEFINED,
+    UNDERFLOW,
+)
 from ..guard.report.op import Op
 from .bounds import least_divisor
 from .domain import outside_of_domain, value_at
 from .float64 import in_float64, is_large, part_of, with_inputs_times
 from .mask_counts import MaskCounts, has_no_label
 from .memory import TapedTensor
-from .op_call import (
-    CONSTANT,
-    EMPTY,
-    RANGE,
-    SINGULAR,
-    TOO_LARGE,
-    TOO_SMALL,
-    UNDEFINED,
-    WITHIN,
-    WRITTEN,
-    Details,
-    OpCall,
-)
+from .op_call import WRITTEN, Details, OpCall
 from .tensor_kinds import (
     NAN,
     Index,
@@ -125,14 +121,14 @@ def _classify(
 ) -> None:
     why = _reduces_nothing(op, made, mask_counts)
     if why:
-        found.why, found.reason = EMPTY, why
+        found.cause, found.reason = EMPTY_REDUCTION.name, why
         return
     why = _weighs_nothing(op)
     if why:
-        found.why, found.reason = UNDEFINED, why
+        found.cause, found.reason = UNDEFINED.name, why
         return
     if op.is_constant or (op.numbers and not found.has_bad_inputs):
-        found.why, found.reason = _written(op, made)
+        found.cause, found.reason = _written(op, made)
         return
     index = found.op.first_index
     assert index is not None
@@ -170,22 +166,20 @@ def _compare(
         found.op.true_value = float(largest[largest.abs().argmax()])
         dtype = found.op.outputs[0].dtype
         if abs(found.op.true_value) > found.op.limit:
-            found.why = RANGE
+            found.cause = RANGE_OVERFLOW.name
         elif _divides_by_pivots(op, found):
-            found.why, found.reason = SINGULAR, _SINGULAR.format(dtype)
+            found.cause, found.reason = ROUNDING.name, _SINGULAR.format(dtype)
         else:
-            found.why, factor = _lost_within(op, bad, reference)
-            if found.why != TOO_LARGE:  # else the first line has its size
+            found.cause, factor = _lost_within(op, bad, reference)
+            if found.cause != RANGE_OVERFLOW.name:  # else the first line has its size
                 text = _SMALL if factor else _WITHIN
                 found.reason = text.format(dtype, factor)
     elif has(op.base, "nan_of_overflow") and not found.has_bad_inputs:
-        found.why, found.op.true_value = RANGE, math.inf
+        found.cause, found.op.true_value = RANGE_OVERFLOW.name, math.inf
     elif math.isinf(first) and not found.has_bad_inputs and not _is_at_pole(op, index):
-        found.why = RANGE
-        found.op.true_value = first
+        found.cause, found.op.true_value = RANGE_OVERFLOW.name, first
     else:
-        found.why = UNDEFINED
-        found.op.true_value = first
+        found.cause, found.op.true_value = UNDEFINED.name, first
 
 
 def _lost_within(
@@ -196,15 +190,17 @@ def _lost_within(
     The operation is run with larger inputs, and with smaller ones.
 
     Returns:
-        TOO_SMALL with the factor at which its result is finite, TOO_LARGE or WITHIN.
+        The name of the cause, and of an underflow the factor at which it is finite.
     """
     is_lost = ~widened(bad).isfinite() & widened(reference).isfinite()
     exponent = int(math.log2(torch.finfo(bad.dtype).max)) + 1
     for power in (exponent // 8, exponent // 4, exponent // 2):
         larger = _is_finite_times(op, bad, is_lost, 2.0**power)
         if larger != _is_finite_times(op, bad, is_lost, 2.0**-power):
-            return (TOO_SMALL, 2.0**power) if larger else (TOO_LARGE, 0.0)
-    return WITHIN, 0.0
+            if larger:
+                return UNDERFLOW.name, 2.0**power
+            return RANGE_OVERFLOW.name, 0.0
+    return ROUNDING.name, 0.0
 
 
 def _is_finite_times(
@@ -226,13 +222,15 @@ def _divides_by_pivots(op: OpCall, found: Details) -> bool:
 
 
 def _written(op: OpCall, made: torch.Tensor) -> tuple[str, str]:
-    """Why an operation is not finite that has made it of numbers of Python."""
+    """The cause and reason of an operation that has made it of numbers of Python."""
     if op.is_constant:
         is_one = not made.dim()
-        return CONSTANT, WRITTEN.format(made.item()) if is_one else _MADE_OF_NUMBERS
+        text = WRITTEN.format(made.item()) if is_one else _MADE_OF_NUMBERS
+        return CONSTANT.name, text
     needs, number = _needed_by_caller(op), op.numbers[0]
     is_undefined = needs or (kinds_of(made) & NAN and not math.isnan(number))
-    return UNDEFINED if is_undefined else CONSTANT, needs or WRITTEN.format(number)
+    cause = UNDEFINED if is_undefined else CONSTANT
+    return cause.name, needs or WRITTEN.format(number)
 
 
 def _needed_by_caller(op: OpCall) -> str:

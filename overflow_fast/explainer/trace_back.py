@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..base.torch_ops import has
+from ..guard.report.causes import CONSTANT, EMPTY_REDUCTION, UNDEFINED
 from .leaves import Leaf
 from .meant_infs import is_meant
-from .op_call import CONSTANT, EMPTY, UNDEFINED, OpCall, Source
+from .op_call import OpCall, Source
 from .tensor_kinds import NAN
 
 
@@ -56,19 +57,19 @@ def _behind_left_out(found: RootOp) -> RootOp | None:
     None where the code has written it, as for what is to be left out.
     """
     op = found.source
-    if not isinstance(op, OpCall) or _why(op) != EMPTY:
+    if not isinstance(op, OpCall) or _cause_of(op) != EMPTY_REDUCTION.name:
         return None
     for each in op.read_from:
         is_it = has(each.base, "leaves_out_nan")
         behind = trace_back([e for e in each.read_from if is_it and e.kinds & NAN])
-        if behind is not None and _why(behind.source) != CONSTANT:
+        if behind is not None and _cause_of(behind.source) != CONSTANT.name:
             return RootOp(behind.source, [*behind.chain, each, *found.chain])
     return None
 
 
-def _why(source: Source) -> str:
+def _cause_of(source: Source) -> str:
     details = source.details if isinstance(source, OpCall) else None
-    return "" if details is None else details.why
+    return "" if details is None else details.cause
 
 
 def _behind_zero(found: RootOp) -> RootOp | None:
@@ -77,7 +78,7 @@ def _behind_zero(found: RootOp) -> RootOp | None:
     Only of numbers none of which is 0: their quotient is 0 as a whole by the inf alone.
     """
     op = found.source
-    if _why(op) != UNDEFINED:
+    if _cause_of(op) != UNDEFINED.name:
         return None
     child = readers_before([op], lambda each: each.read_from)
     ops = [each for each in child if isinstance(each, OpCall) and each.makes_bad]
