@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..guard.kept_calls.call_keeper import Samples
-from ..guard.kept_calls.kept_call import KeptCall
+from ..guard.kept_calls.call_keeper import CallKeeper, KeptCalls
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import BUDGET
 from ..guard.undo.restore_point import RestorePoint
@@ -47,18 +46,12 @@ class BadStep:
         last_steps: Their last steps, and small weights before the first.
         reached: The names of those that the operation depends on which failed, in any
             view.
-        num_dropped: How many forwards of the step were too many to be kept.
-        hidden_by: Why forwards of the step could not be kept, or "".
         is_late: Whether the weights may have been stepped since.
-        had_gradients: See `CallKeeper`.
-        left_over: See `CallKeeper`.
         is_rewritten: Whether other code than a forward was seen to write to a trained
             weight since the step's first forward began.
         forward: Which of its kept calls the first bad value was seen in, counted from
             0; -1 where that is not known.
-        clean: See `CallKeeper`.
-        recent: See `CallKeeper`.
-        longest: See `CallKeeper`.
+        kept: What the guard has kept of it, and of the steps before.
         error: What the first run has raised, or was ended by; None for nothing.
     """
 
@@ -82,15 +75,7 @@ class BadStep:
     is_late: bool = False
     is_rewritten: bool = False
     forward: int = -1
-    num_dropped: int = 0
-    hidden_by: str = ""
-    had_gradients: bool = False
-    left_over: Mapping[str, int] = field(default_factory=dict)
-    clean: KeptCall | None = None
-    recent: Sequence[tuple[Samples, Samples]] = ()
-    longest: Mapping[tuple[int, ...], Sequence[tuple[int, ...]]] = field(
-        default_factory=dict
-    )
+    kept: CallKeeper | KeptCalls = field(default_factory=KeptCalls)
     error: Exception | None = None
 
     def replayer(

@@ -81,7 +81,7 @@ _Pairs = list[tuple[str, torch.Tensor, torch.Tensor, list[float]]]
 
 def _beside_clean(step: BadStep) -> _Pairs:
     """The batch's tensors, each with its name, the last clean one, and samples."""
-    call, clean = _bad_call(step), step.clean
+    call, clean = _bad_call(step), step.kept.clean
     if call is None or clean is None or Call.view_of(clean).is_overwritten():
         return []
     given, before = call.tensors, clean.tensors
@@ -150,7 +150,9 @@ def _of_sizes(step: BadStep) -> Iterator[str]:
     """A tensor of the batch that is longer than any of clean steps, such as texts."""
     call = _bad_call(step)
     given = [] if call is None else call.tensors
-    longest = step.longest.get(tuple(each.dim() for each in given[:MOST_SIZED]), ())
+    longest = step.kept.longest.get(
+        tuple(each.dim() for each in given[:MOST_SIZED]), ()
+    )
     names = {} if call is None else {id(each): name for name, each in call.leaves()}
     for now, most in zip(given, longest, strict=False):
         sizes = [*enumerate(zip(now.shape, most, strict=True))][1:]  # in one sample
@@ -289,7 +291,7 @@ def _sampled(
     """The largest magnitude of the values kept of each last step, the oldest first."""
     if not tensor.is_floating_point():
         return []
-    kept = [each[is_inner] for each in step.recent]
+    kept = [each[is_inner] for each in step.kept.recent]
     found = [each[place] for each in kept if len(each) > place]
     return [_largest(_values(each, tensor)) for each in found if each]
 

@@ -98,7 +98,7 @@ def _weight_before(search: Search) -> Explanation | None:
 
 
 def _nothing_kept(search: Search) -> Explanation:
-    why = search.step.hidden_by
+    why = search.step.kept.hidden_by
     if why == GRAPH:
         return Explanation(notes=[f"The step was not replayed: it {why}."])
     return Explanation(notes=[notes.NO_CALLS.format(f": it {why}" * bool(why))])
@@ -174,14 +174,14 @@ def masked_text(found: Explanation) -> str:
 
 
 def _is_left_over(search: Search) -> bool:
-    names, before = search.step.gradients.keys(), search.step.left_over.keys()
+    names, before = search.step.gradients.keys(), search.step.kept.left_over.keys()
     return _of_gradient(search) and bool(names) and names <= before
 
 
 def _left_over(search: Search) -> Explanation:
     name, *others = search.step.gradients
     more = f" and {counted(len(others), 'other')}" if others else ""
-    step = min(search.step.left_over.values())
+    step = min(search.step.kept.left_over.values())
     text = f"{_LEFT_OVER.format(step)}; the step is finite without them"
     remedy = f"clear what step {step} left", "optimizer.zero_grad()"
     return Explanation(
@@ -228,8 +228,8 @@ def _doubt(search: Search) -> str:
     if search.num_unlike:
         number = counted(search.num_unlike, "forward")
         return f"{number} of the step that came to finite values then did not again"
-    if step.num_dropped:
-        return f"{step.num_dropped} earlier forwards of the step were not kept"
+    if step.kept.num_dropped:
+        return f"{step.kept.num_dropped} earlier forwards of the step were not kept"
     if search.set_meanwhile:
         return notes.set_text(search.set_meanwhile)
     if any(call.is_overwritten() for call in replayer.calls):
@@ -279,7 +279,7 @@ def _not_reproducible(search: Search, text: str) -> Explanation:
         are_all = step.gradients.keys() >= first.gradients.keys()
         if len(first.gradients) > 1 and are_all:  # as by clipping
             return Explanation(evidence=found.evidence, notes=[notes.ALL_BAD])
-        if step.had_gradients:
+        if step.kept.had_gradients:
             return Explanation(notes=[notes.OLD])
         found.notes.append(NOT_REPLAYED)
     if search.changed:

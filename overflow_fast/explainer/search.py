@@ -295,7 +295,7 @@ class Search:
 
     def _usual_batch(self, traced: ReplayResult, call: Call) -> list[str]:
         """Notes which bad tensors of the batch were so in the last clean step, too."""
-        clean, table = with_clean_batch(call, self.step.clean), traced.table
+        clean, table = with_clean_batch(call, self.step.kept.clean), traced.table
         if clean is None or table is None:
             return []
         usual = table.usual_of(dict(clean.leaves()))
@@ -376,7 +376,7 @@ class Search:
 
     def _name_forward(self, found: Explanation, place: int) -> None:
         """Names which forward of the step it is of, such as that of a micro-batch."""
-        calls, dropped = self.replayer.calls, self.step.num_dropped  # the first
+        calls, dropped = self.replayer.calls, self.step.kept.num_dropped  # the first
         dropped += self.num_unlike
         num = len(calls) + dropped
         # Of a function, and of the program's lines, it may be any of several.
@@ -426,7 +426,7 @@ class Search:
         failure.has_drifted = bool(drift_of(self.step, self.step.reached))
         if self._ranks.is_alone:
             call = self.replayer.calls[place]
-            failure.clean = with_clean_batch(call, step.clean)
+            failure.clean = with_clean_batch(call, step.kept.clean)
         failure.stays_within = traced.is_clean
         failure.within = step.module if self.is_seen_in_call else None
         failure.losses = losses_of(traced)

@@ -15,7 +15,7 @@ from ..base.modules import gradient_taker, why_not
 from ..base.tensors import loss_in
 from ..base.types import ValueCounts
 from ..guard.config import GuardConfig
-from ..guard.kept_calls.call_keeper import CallKeeper
+from ..guard.kept_calls.call_keeper import CallKeeper, KeptCalls
 from ..guard.kept_calls.left_gradients import gradients_of
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import Schedule
@@ -61,14 +61,15 @@ class StepExplainer:
         self,
         config: GuardConfig,
         watches: Sequence[ModelWatch],
-        keeper: CallKeeper | None,
+        keeper: CallKeeper | KeptCalls | None,
         make_watches: Callable[[], list[ModelWatch]],
         find_optimizers: Callable[[], list[torch.optim.Optimizer]],
         last_steps: LastSteps,
         compares: bool,
     ) -> None:
         self._watches = watches
-        self._keeper = keeper
+        self._keeps = keeper is not None
+        self._kept = KeptCalls() if keeper is None else keeper
         self._make_watches = make_watches
         self._find_optimizers = find_optimizers
         self._last_steps = last_steps
@@ -91,7 +92,7 @@ class StepExplainer:
             ranks: The ranks that replay it together; None for this one alone.
         """
         step = self._bad_step(verdict, moment)
-        if self._keeper is None:
+        if not self._keeps:
             found = investigate(step)
             what = "forward" if moment == "evaluation" else "step"
             unsafe = notes.UNSAFE.format(what)
@@ -137,15 +138,14 @@ class StepExplainer:
             is_due: Whether this rank wants one, if the report is its own.
             joins: Whether a `Join` has ranks without batches take part.
         """
-        keeper = self._keeper
-        assert keeper is not None
         if joins:
             return ReplayOffer(is_due, "is within a Join, where others have no batch")
         calls = self._calls()
         why = why_not(list(models_of(self._watches).values()))
         if not why and not calls:
-            why = "kept no forward of it, which " * bool(keeper.hidden_by)
-            why += keeper.hidden_by or "kept no forward of it; use `guard.run()`"
+            hidden_by = self._kept.hidden_by
+            why = "kept no forward of it, which " * bool(hidden_by)
+            why += hidden_by or "kept no forward of it; use `guard.run()`"
         shapes = tuple((bool(call.held), call.returns_loss) for call in calls)
         sizes = tuple(map(batch_size, calls))
         return ReplayOffer(is_due, why, shapes, sizes)
@@ -165,7 +165,7 @@ class StepExplainer:
         return self.explain(agreed.report.verdict, moment, ranks), ranks.is_broken
 
     def _calls(self) -> list[Call]:
-        return [] if self._keeper is None else list(map(made_again, self._keeper.calls))
+        return list(map(made_again, self._kept.calls))
 
     def _replay_check(self) -> ReplayCheck | None:
         """Compares a replay with the step, but for compiled code: hooks change that."""
@@ -174,10 +174,10 @@ class StepExplainer:
         return ReplayCheck(self._watches, self._make_watches)
 
     def _bad_step(self, verdict: Verdict, moment: str) -> BadStep:
-        first, keeper = verdict.first, self._keeper
+        first, start = verdict.first, self._kept.start
         assert first is not None
         is_gradient = first.kind in ("gradient", "grad_output", "recorded")
-        step = BadStep(
+        return BadStep(
             models_of(self._watches),
             budget=self._budget,
             kind=first.kind,
@@ -198,24 +198,14 @@ class StepExplainer:
             optimizers=self._find_optimizers(),
             last_steps=self._last_steps,
             is_late=moment == "check",
-        )
-        if keeper is None:
-            return step
-        is_before = moment == "before"
-        return dataclasses.replace(
-            step,
             calls=self._calls(),
-            start=keeper.start,
+            start=start,
             replay_check=self._replay_check(),
-            is_rewritten=is_before and keeper.start.were_weights_rewritten(),
-            forward=self._forward_of(verdict) if is_before else -1,
-            num_dropped=keeper.num_dropped,
-            hidden_by=keeper.hidden_by,
-            had_gradients=keeper.had_gradients,
-            left_over=dict(keeper.left_over),
-            clean=keeper.clean,
-            recent=tuple(keeper.recent),
-            longest=dict(keeper.longest),
+            is_rewritten=start is not None
+            and moment == "before"
+            and start.were_weights_rewritten(),
+            forward=self._forward_of(verdict) if moment == "before" else -1,
+            kept=self._kept,
         )
 
     def _forward_of(self, verdict: Verdict) -> int:
@@ -290,8 +280,7 @@ class StepExplainer:
         watches = self._watches_now()
         models = models_of(watches)
         full_watch = _FullWatch(watches)
-        assert self._keeper is not None
-        with Replayer(models, self._calls(), self._keeper.start, ranks) as replayer:
+        with Replayer(models, self._calls(), self._kept.start, ranks) as replayer:
             if ranks.is_leader:
                 result = replayer.run(StepPart(is_whole=True), observers=[full_watch])
             else:
@@ -309,8 +298,7 @@ class StepExplainer:
         are_seen = all(map(_has_finite_outputs, self._calls()))
         for watch, own in zip(watches, self._watches, strict=True):
             before = own.batch_number - len(self._calls())
-            batches = {} if self._keeper is None else self._keeper.first_batches
-            watch.begin_at(max(0, batches.get(id(own), before)))
+            watch.begin_at(max(0, self._kept.first_batches.get(id(own), before)))
             watch.inputs.loop_batches = own.inputs.loop_batches
             watch.has_seen_loss = own.has_seen_loss
             watch.returns_loss = own.returns_loss

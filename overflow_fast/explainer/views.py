@@ -65,7 +65,7 @@ def explain_loss(step: BadStep, found: Explanation) -> Explanation:
 
 def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     """The explanation of a replay of the lines, if that is seen to be the step."""
-    is_partial = step.hidden_by or step.num_dropped or step.is_late
+    is_partial = step.kept.hidden_by or step.kept.num_dropped or step.is_late
     has_stand_ins = any(call.has_stand_ins for call in step.calls)
     if is_partial or has_stand_ins or step.start is None or not step.models:
         return None

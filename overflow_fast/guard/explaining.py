@@ -14,13 +14,13 @@ import torch
 
 from ..base.text import error_line
 from .core import GuardCore
+from .kept_calls.call_keeper import KeptCalls
 from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
 from .ranks.replay_offer import ReplayOffer, why_not_together
 from .report.explanation import Explanation
-from .requests.again import KeptCalls
 from .requests.held_call import HeldCall
 from .time_share import TimeShare
 from .unit import Unit

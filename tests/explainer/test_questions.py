@@ -10,6 +10,7 @@ from overflow_fast.explainer import questions
 from overflow_fast.explainer.bad_step import BadStep
 from overflow_fast.explainer.questions import BEFORE, FINITE, REPLAYED, TRACED
 from overflow_fast.explainer.replayer import ReplayResult
+from overflow_fast.guard.kept_calls.call_keeper import KeptCalls
 
 pytestmark = pytest.mark.day  # a contract: all of its cases
 
@@ -27,6 +28,7 @@ def searched(
     set_meanwhile=(),
     is_alone=True,
     has_hooks=False,
+    kept=None,
     **seen,
 ):
     """A search that knows this; as it is, nothing explains a loss of a finite step."""
@@ -39,8 +41,11 @@ def searched(
         computed_outside=list,
         returns_loss=True,
     )
+    was_kept = KeptCalls()
+    vars(was_kept).update(kept or {})
+    seen = {"kind": "output", **seen}
     return SimpleNamespace(
-        step=BadStep({"": nn.Linear(1, 1)}, **{"kind": "output", **seen}),
+        step=BadStep({"": nn.Linear(1, 1)}, kept=was_kept, **seen),
         first=ReplayResult(**{"has_backward": True, **(first or {})}),
         traced=ReplayResult(**(traced or {})),
         replayer=SimpleNamespace(
@@ -75,7 +80,7 @@ EVIDENCE = {
     ],
     "FINITE": [
         {"kind": ""},
-        {**GRADIENT, "left_over": {"weight": 3}},
+        {**GRADIENT, "kept": {"left_over": {"weight": 3}}},
         {"kind": "weight"},
         {"calls": {"has_stand_ins": True}},
         {"kind": "buffer"},
@@ -128,7 +133,7 @@ def test_lists_that_must_answer_end_with_a_question_that_always_does():
     "doubt",
     [
         {"is_late": True},
-        {"num_dropped": 2},
+        {"kept": {"num_dropped": 2}},
         {"set_meanwhile": ["0.factor"]},
         {"calls": {"is_overwritten": lambda: True}},
         {"calls": {"is_part_of_compiled": True}},

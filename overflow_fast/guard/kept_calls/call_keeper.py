@@ -59,6 +59,32 @@ class _OfThread(threading.local):
         return _OfThread, ()
 
 
+class KeptCalls:
+    """Calls that can be made again, in the form of a `CallKeeper`: see its attributes.
+
+    Args:
+        calls: The calls.
+        start: The models as they were when the first of them began; None for now.
+        first_batches: See `CallKeeper`.
+    """
+
+    num_dropped, clean = 0, None
+    hidden_by = ""
+    had_gradients = False
+    left_over: Mapping[str, int] = {}
+    recent: Sequence[tuple[Samples, Samples]] = ()
+    longest: Mapping[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def __init__(
+        self,
+        calls: Sequence[KeptCall] = (),
+        start: Any = None,
+        first_batches: Mapping[int, int] | None = None,
+    ) -> None:
+        self.calls, self.start = calls, start
+        self.first_batches = first_batches or {}
+
+
 class CallKeeper:
     """Keeps the calls of the watched models since the last judged step.
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import perf_counter
 from traceback import walk_tb
 from typing import Any, TypeVar
 
 from ...base.text import error_line
 from ..core import GuardCore
-from ..kept_calls.call_keeper import Samples
+from ..kept_calls.call_keeper import KeptCalls
 from ..kept_calls.kept_call import KeptCall
 from ..optimizers.last_steps import LastSteps
 from ..outer import outer
@@ -36,7 +36,6 @@ from ..value_errors import is_of_values
 from ..verdict.bad_frames import BadFrame
 from ..verdict.verdict import Verdict
 from ..watching.watch import ModelWatch
-from .forward_start import ForwardStart
 from .gate import Gate
 from .later import Later
 from .request import Request
@@ -139,25 +138,6 @@ class Replays:
             else:
                 yield None
         self._on_spent(perf_counter() - begin)
-
-
-class KeptCalls:
-    """Calls of forwards without autograd, in the form of a `CallKeeper`."""
-
-    num_dropped, clean = 0, None
-    hidden_by = ""
-    had_gradients = False
-    left_over: Mapping[str, int] = {}
-    recent: Sequence[tuple[Samples, Samples]] = ()
-    longest: Mapping[tuple[int, ...], list[tuple[int, ...]]] = {}
-
-    def __init__(
-        self,
-        calls: list[KeptCall],
-        start: ForwardStart | None,
-        first_batches: Mapping[int, int],
-    ) -> None:
-        self.calls, self.start, self.first_batches = calls, start, first_batches
 
 
 class RequestAgain:
