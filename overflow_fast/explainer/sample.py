@@ -82,7 +82,10 @@ def find_sample(
     if index is not None:
         dataset, outlier = _dataset_index(call, index, size), None
         is_of_size = found.is_overflow or found.lost_by is not None
-        if is_of_size and sentinel_in(call, index) is None:
+        sentinel = sentinel_in(call, index) if found.phase in COMPUTED else None
+        if sentinel is not None:
+            found.evidence.insert(1, sentinel.text)
+        elif is_of_size:
             outlier = next(outliers_in(call, index), None)
         text = "" if outlier is None else outlier.text
         found.sample = Sample.of(index, dataset, text)

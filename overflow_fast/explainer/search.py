@@ -42,7 +42,6 @@ from .replay_check import Difference, ReplayCheck
 from .replay_ranks import BEGIN, GIVEN, OnRank, RankCoordinator
 from .replayer import Replayer, ReplayResult, StepPart, Tail
 from .sample import COMPUTED, find_sample
-from .sentinel import Sentinel, sentinel_in
 from .trace_back import RootOp, memory_before
 from .weight_growth import drift_of, find_growth
 
@@ -123,7 +122,6 @@ class Search:
         self._has_run = False
         self._lost: OpCall | None = None
         self._has_tie = False
-        self._sentinel: Sentinel | None = None
         self._others: ReplayResult | None = None
         self._has_tail = tail is not None
         self.num_unlike = 0
@@ -290,7 +288,6 @@ class Search:
         is_step = len(self.replayer.calls) == 1 and not self._has_tail
         if others is not None and is_step and not traced.is_clean:
             self._others = others
-        self._find_sentinel(found, place)
         self.try_remedies(found, root_op, place)
 
     def _usual_batch(self, traced: ReplayResult, call: Call) -> list[str]:
@@ -384,15 +381,6 @@ class Search:
         if num > 1 and are_single and found.phase in COMPUTED:
             found.forward = place + dropped + 1, num
 
-    def _find_sentinel(self, found: Explanation, place: int) -> None:
-        """Finds a number of the failing sample that looks like a placeholder."""
-        if found.sample is None or found.phase not in COMPUTED:
-            return
-        sentinel = sentinel_in(self.replayer.calls[place], int(found.sample))
-        if sentinel is not None:
-            self._sentinel = sentinel
-            found.evidence.insert(1, sentinel.text)
-
     def _test_growth(self, found: Explanation) -> None:
         """Tests whether it is the size of the weights: they are scaled back."""
         growth = find_growth(self.step)
@@ -421,7 +409,6 @@ class Search:
         step = self.step
         failure = Failure.of(found, root_op, traced.table, place)
         failure.lost, failure.has_tie = self._lost, self._has_tie
-        failure.sentinel = self._sentinel
         failure.others = self._others
         failure.has_drifted = bool(drift_of(self.step, self.step.reached))
         if self._ranks.is_alone:

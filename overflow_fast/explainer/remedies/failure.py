@@ -28,7 +28,6 @@ from ..explain_origin import mask_of
 from ..op_call import OpCall
 from ..op_table import OpTable
 from ..replayer import ReplayResult
-from ..sentinel import Sentinel
 from ..torch_calls import Key, TorchCall, calls_before
 from ..trace_back import RootOp
 from .true_step import InFloat64, in_float64
@@ -53,7 +52,6 @@ class Failure:
         mask: The operation that made the infs of a mask which the operation was given.
         lost: The operation whose rounding made it undefined, or None.
         has_tie: It has met equal numbers, one of them given; see `rounding.py`.
-        sentinel: A number of the failing sample that looks like a placeholder, or None.
         growth: How results grew up to it, where it is an overflow, or None.
         leap: The operation that made large numbers before an overflow, or None.
         has_drifted: A small weight is another one since the guard began.
@@ -83,7 +81,6 @@ class Failure:
     mask: OpCall | None = None
     lost: OpCall | None = None
     has_tie: bool = False
-    sentinel: Sentinel | None = None
     growth: CallGrowth | None = None
     leap: OpCall | None = None
     has_drifted: bool = False

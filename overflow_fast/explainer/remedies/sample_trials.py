@@ -15,7 +15,7 @@ from ...base.tree import tensors
 from ...guard.report.remedy import Remedy
 from ..calls import Call, ModelCall, batch_size, is_forward_alone
 from ..replayer import Patch
-from ..sentinel import outliers_in
+from ..sentinel import outliers_in, sentinel_in
 from ..tensor_kinds import is_float
 from .failure import Failure
 from .patches import (
@@ -157,10 +157,11 @@ def border_trials(tensor: torch.Tensor, failure: Failure, trials: Trials) -> Att
 
 def sentinel_trials(failure: Failure, trials: Trials) -> Attempts:
     """The step with 0 in place of a number that looks like a placeholder."""
-    sentinel = failure.sentinel
-    if sentinel is None or not sentinel.can_be_replaced:
+    sample, replayer = failure.found.sample, trials.replayer
+    if sample is None or not replayer.ranks.is_alone:
         return
-    if not trials.replayer.ranks.is_alone:
+    sentinel = sentinel_in(replayer.calls[failure.place], int(sample))
+    if sentinel is None or not sentinel.can_be_replaced:
         return
     name, number = sentinel.name, sentinel.number
     words, given = f"replace {number:.6g} in `{name}` by 0", f"{name} == {number!r}, 0"
