@@ -11,7 +11,6 @@ from torch import nn
 from ..guard.kept_calls.call_keeper import CallKeeper, KeptCalls
 from ..guard.optimizers.last_steps import LastSteps
 from ..guard.options import BUDGET
-from ..guard.undo.restore_point import RestorePoint
 from ..torch_internals.compiler import has_compiled
 from .calls import Call
 from .past_steps import PastSteps
@@ -29,7 +28,6 @@ class BadStep:
     Attributes:
         models: The models, by what their modules' names begin with.
         calls: What is run again as the step: the calls that were kept, or a view.
-        start: The models as they were when the step began; None for now.
         budget: How many forwards it may run; see `find_remedies` for remedies.
         replay_check: Compares the first run with the step; None where nobody watched.
         replayers: All that have run it, in any view.
@@ -57,7 +55,6 @@ class BadStep:
 
     models: Mapping[str, nn.Module] = field(default_factory=dict)
     calls: Sequence[Call] = ()
-    start: RestorePoint | None = None
     budget: int = BUDGET
     replay_check: ReplayCheck | None = None
     replayers: list[Replayer] = field(default_factory=list)
@@ -88,7 +85,7 @@ class BadStep:
         inner = self.module if looks_inside and not has_compiled() else None
         self.replayers.append(
             Replayer(
-                *(self.models, self.calls, self.start, ranks),
+                *(self.models, self.calls, self.kept.start, ranks),
                 inner=inner,
                 tail=tail,
             )

@@ -28,9 +28,8 @@ from .effects.held_signals import as_raised
 from .effects.rule import StoppedError
 from .news import news_of
 from .program_globals import changed_names, global_values
-from .questions import TREE
+from .questions import StepSearch
 from .replay_ranks import RankCoordinator
-from .search import Search
 
 _log = logging.getLogger("overflow_fast")
 
@@ -85,7 +84,7 @@ def _searched(step: BadStep, ranks: RankCoordinator) -> tuple[Explanation, str]:
     """Explains what was kept; returns by which effect it was ended, too, or ""."""
     found = Explanation()
     try:
-        search = Search(step, TREE, ranks)
+        search = StepSearch(step, ranks)
         return search.run(), search.replayer.stopped
     except Exception as error:
         found.notes.append(ranks.note_end(error))
@@ -127,7 +126,7 @@ def _saved(step: BadStep, most: int, found: Explanation) -> list[Artifact]:
     from .step_file import step_file  # for runs that keep evidence alone
 
     try:
-        pairs = [] if step.start is None else step.start.pairs()
+        pairs = [] if step.kept.start is None else step.kept.start.pairs()
         return step_file(step.models, step.calls, pairs, most)
     except Exception as error:
         found.notes.append(notes.NOT_SAVED.format(error_line(error)))

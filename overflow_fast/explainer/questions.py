@@ -46,7 +46,7 @@ from .named_tensors import state_by_name
 from .op_table import OpTable
 from .optimizer_step import explain_update
 from .program_globals import changed_names, global_values
-from .search import Question, Search, Tree, failed
+from .search import Question, Search, failed
 from .tensor_kinds import sizes_and_bad
 from .trace_back import RootOp
 
@@ -82,7 +82,7 @@ def _weight_before(search: Search) -> Explanation | None:
         is_state = step.kind == "optimizer_state"
         text = notes.WHICH_STEP
         return Explanation("optimizer", notes=[text]) if is_state else None
-    weight, start = state_by_name(step.models)[found.tensor], step.start
+    weight, start = state_by_name(step.models)[found.tensor], step.kept.start
     if start is not None and start.written_in_step(weight):
         held = start.held(weight)
         if held is None:
@@ -484,4 +484,9 @@ TRACED: tuple[Question, ...] = (
         "Is it bad again without a table, or compiled?", lambda search: True, _differs
     ),
 )
-TREE = Tree(BEFORE, REPLAYED, TRACED)
+
+
+class StepSearch(Search):
+    """A search with these questions."""
+
+    asked_before, asked_first, asked_traced = BEFORE, REPLAYED, TRACED

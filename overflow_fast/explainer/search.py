@@ -1,7 +1,7 @@
 """Searches for what made a step bad, on one rank or on several that go together.
 
-The decision tree is handed in: `TREE` of `questions.py`. What is known of an origin is
-added here.
+The questions are those of a subclass, `StepSearch` of `questions.py`. What is known of
+an origin is added here.
 """
 
 from __future__ import annotations
@@ -66,31 +66,20 @@ class Question:
     answer: Callable[[Search], Explanation | None]
 
 
-@dataclass(frozen=True)
-class Tree:
-    """The questions of a search; of each list the first one counts that has an answer.
-
-    Attributes:
-        before: Without a replay.
-        replayed: Of the first replay.
-        traced: Of a replay that lists its operations, none of which made bad values.
-    """
-
-    before: Sequence[Question]
-    replayed: Sequence[Question]
-    traced: Sequence[Question]
-
-
 class Search:
     """One explanation in the making, of one view of a step.
 
+    Of each list of questions the first one counts that has an answer.
+
     Args:
         step: The step, with the calls of the view.
-        tree: The questions.
         ranks: The ranks that replay it together; None for this one alone.
         tail: The program's lines behind backward, where they belong to the view.
 
     Attributes:
+        asked_before: The questions without a replay.
+        asked_first: Those of the first replay.
+        asked_traced: Those of one with a table, where no operation made bad values.
         step: The step.
         replayer: Runs the view.
         budget: What that may cost.
@@ -102,17 +91,18 @@ class Search:
             and are bad in a replay: the program has written to what they read since.
     """
 
+    asked_before: Sequence[Question] = ()
+    asked_first: Sequence[Question] = ()
+    asked_traced: Sequence[Question] = ()
     first: ReplayResult
     traced: ReplayResult
 
     def __init__(
         self,
         step: BadStep,
-        tree: Tree,
         ranks: RankCoordinator | None = None,
         tail: Tail | None = None,
     ) -> None:
-        self._tree = tree
         self.step: BadStep = step
         self.replayer: Replayer = step.replayer(ranks, tail)
         self.changed: list[str] = []
@@ -156,7 +146,7 @@ class Search:
     def run(self) -> Explanation:
         """Finds the explanation, or follows the rank that does."""
         if self._ranks.is_leader:
-            known = self.ask(self._tree.before)
+            known = self.ask(self.asked_before)
             if known is not None:
                 return known
             self._ranks.order(BEGIN)
@@ -188,7 +178,7 @@ class Search:
             self.first = self.replayer.run()
         self.changed = self.replayer.state.changed_around()
         self.set_meanwhile = self.replayer.state.set_meanwhile()
-        known = self.ask(self._tree.replayed)
+        known = self.ask(self.asked_first)
         if known is not None:
             return known
         bad, last = self.first.bad_call, len(self.replayer.calls) - 1
@@ -255,7 +245,7 @@ class Search:
                 failure = None  # its traceback holds this frame, which would hold it
         is_gone = self.first.is_forward and not traced.is_forward
         if root_op is None or (is_gone and self._ranks.is_alone):
-            found = self.ask(self._tree.traced)
+            found = self.ask(self.asked_traced)
             assert found is not None  # the last question has an answer
             return found
         found = self.explain_origin(root_op, self.replayer.calls[place])

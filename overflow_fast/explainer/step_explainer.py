@@ -199,7 +199,6 @@ class StepExplainer:
             last_steps=self._last_steps,
             is_late=moment == "check",
             calls=self._calls(),
-            start=start,
             replay_check=self._replay_check(),
             is_rewritten=start is not None
             and moment == "before"

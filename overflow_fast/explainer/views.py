@@ -20,9 +20,8 @@ from .bad_step import BadStep
 from .gradient_lines import GradientCode, find_gradient_code
 from .loss_call import LossCall
 from .loss_line import LossLine, find_loss_line
-from .questions import TREE
+from .questions import StepSearch
 from .replayer import Observer, StepPart
-from .search import Search
 
 
 def explain_forwards(step: BadStep, stopped: str) -> Explanation:
@@ -32,7 +31,7 @@ def explain_forwards(step: BadStep, stopped: str) -> Explanation:
         step: The step, whose calls are the forwards.
         stopped: The effect before which the function was ended.
     """
-    search = Search(step, TREE)
+    search = StepSearch(step)
     found = search.run()
     if not search.replayer.stopped:  # else its note names the effect in a forward
         found.notes = [each for each in found.notes if USE_RUN not in each]
@@ -67,7 +66,7 @@ def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     """The explanation of a replay of the lines, if that is seen to be the step."""
     is_partial = step.kept.hidden_by or step.kept.num_dropped or step.is_late
     has_stand_ins = any(call.has_stand_ins for call in step.calls)
-    if is_partial or has_stand_ins or step.start is None or not step.models:
+    if is_partial or has_stand_ins or step.kept.start is None or not step.models:
         return None
     loss_call = LossCall(line, step.models, step.calls)
     is_same = _is_same(step, loss_call)
@@ -78,7 +77,7 @@ def _with_lines(step: BadStep, line: LossLine) -> Explanation | None:
     if not is_same:
         return None
     view = replace(step, calls=loss_call.calls)
-    found = explain_behind(view, Search(view, TREE).run())
+    found = explain_behind(view, StepSearch(view).run())
     if found.cause == NOT_REPRODUCIBLE.name and not loss_call.is_only_loss:
         return None  # another loss may have been bad
     if len(loss_call.calls) > 1:  # others' gradients are as bad with any remedy
@@ -140,6 +139,6 @@ def _with_tail(step: BadStep, code: GradientCode) -> Explanation | None:
     if result.error is not None or not is_same:
         return None
     # The step was compared with its replay before: that of these lines differs.
-    search = Search(replace(step, replay_check=None), TREE, tail=code)
+    search = StepSearch(replace(step, replay_check=None), tail=code)
     found = search.run()
     return found if found.phase == "optimizer" else None
