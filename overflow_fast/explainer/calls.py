@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import _C
 from ..base.modules import named_modules
 from ..base.tensors import has_memory, loss_in, model_loss_in
 from ..base.tree import (
@@ -23,10 +22,9 @@ from ..base.tree import (
     tensors,
     tensors_in,
 )
-from ..guard.kept_calls.ambient import Ambient
 from ..guard.kept_calls.function_marks import marks_of
 from ..guard.kept_calls.held_function import HeldFunction, argument_names
-from ..guard.kept_calls.kept_call import NUM_SAMPLED, KeptCall
+from ..guard.kept_calls.kept_call import KeptCall
 from ..torch_internals.compiler import uncompiled
 from .leaves import name_in_code
 from .tensor_kinds import is_float
@@ -54,13 +52,6 @@ class Call(KeptCall):
 
     kept: KeptCall | None = None
     seconds = math.inf
-
-    @classmethod
-    def view_of(cls, kept: KeptCall) -> Call:
-        """A kept call as one that can be asked about its batch; it is not run."""
-        call = object.__new__(cls)
-        vars(call).update(vars(kept))
-        return call
 
     @property
     def is_of_one_forward(self) -> bool:
@@ -121,47 +112,9 @@ class Call(KeptCall):
         """The same call, whose backward ends at what was computed outside of it."""
         return self.with_batch(_as_leaf) if self.computed_outside() else self
 
-    @property
-    def is_of_inference(self) -> bool:
-        """True if a tensor of the batch is one that autograd refuses."""
-        return any(each.is_inference() for each in self._tensors)
-
-    def is_overwritten(self) -> bool:
-        """True if the batch was written to since.
-
-        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
-        if they change one of a few values.
-        """
-        if self.was_overwritten is not None:
-            return self.was_overwritten
-        tensors = self._tensors
-        if _C.versions_of(tensors) != self._versions:
-            return True
-        return _C.samples_of(tensors, NUM_SAMPLED) != self._samples
-
-    def was_written(self, tensor: torch.Tensor) -> bool:
-        """True if a tensor of the batch was written to since; see `is_overwritten`."""
-        places = [i for i, each in enumerate(self._tensors) if each is tensor]
-        versions = _C.versions_of(self._tensors)
-        samples = _C.samples_of(self._tensors, NUM_SAMPLED)
-        return any(
-            (versions[i], samples[i]) != (self._versions[i], self._samples[i])
-            for i in places
-        )
-
 
 class ModelCall(Call):
     """A call of a model, with its positional and its keyword arguments."""
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        batch: tuple[tuple[Any, ...], dict[str, Any]],
-        ambient: Ambient,
-    ) -> ModelCall:
-        """Makes the call of a model with its arguments."""
-        return cls(functools.partial(call_model, model), batch, ambient)
 
     def variables(self) -> dict[str, Any]:
         """The arguments, by the names of the parameters."""
@@ -259,8 +212,7 @@ def with_clean_batch(call: Call, clean: KeptCall | None) -> Call | None:
     now, then = marks_of(call.kept.callee), clean.function
     if len(now) != len(then) or not all(map(_is_same_mark, now, then)):
         return None
-    kept = Call.view_of(clean)
-    return None if kept.is_overwritten() else call.again(kept.batch, call.held)
+    return None if clean.is_overwritten() else call.again(clean.batch, call.held)
 
 
 def _is_same_mark(now: Any, then: Any) -> bool:

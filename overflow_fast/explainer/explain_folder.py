@@ -17,11 +17,12 @@ from ..base.modules import parameters_of
 from ..base.tree import CALL_DEPTH, mapped
 from ..guard.files.reading import is_regular
 from ..guard.kept_calls.ambient import Ambient
+from ..guard.kept_calls.kept_call import KeptCall
 from ..guard.report.causes import NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.undo.random import RandomStates
 from .bad_step import BadStep
-from .calls import Call, ModelCall
+from .calls import Call, made_again
 from .explain import investigate
 from .named_tensors import state_by_name
 from .step_file import (
@@ -189,7 +190,7 @@ def _made(
         held = {place: each.to(device) for place, each in saved.held.items()}
     except Exception as error:
         raise UnreadableStepError(f"{path} is damaged: {error}") from error
-    call: Call = ModelCall.of(model, batch, ambient)
+    call = made_again(KeptCall(model, batch, ambient))
     if loss is None:
         call.held = held
     else:

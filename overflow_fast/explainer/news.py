@@ -82,7 +82,7 @@ _Pairs = list[tuple[str, torch.Tensor, torch.Tensor, list[float]]]
 def _beside_clean(step: BadStep) -> _Pairs:
     """The batch's tensors, each with its name, the last clean one, and samples."""
     call, clean = _bad_call(step), step.kept.clean
-    if call is None or clean is None or Call.view_of(clean).is_overwritten():
+    if call is None or clean is None or clean.is_overwritten():
         return []
     given, before = call.tensors, clean.tensors
     names = {id(tensor): name for name, tensor in call.leaves()}

@@ -12,11 +12,12 @@ from torch import nn
 
 from overflow_fast import Explanation
 from overflow_fast.explainer.bad_step import BadStep
-from overflow_fast.explainer.calls import Call, ModelCall
+from overflow_fast.explainer.calls import Call, made_again
 from overflow_fast.explainer.explain import investigate
 from overflow_fast.explainer.explain_folder import explain_folder, function_at
 from overflow_fast.explainer.step_file import UnreadableStepError
 from overflow_fast.guard.kept_calls.ambient import Ambient
+from overflow_fast.guard.kept_calls.kept_call import KeptCall
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -44,7 +45,7 @@ def batch():
 
 
 def model_call(model, *args, **kwargs):
-    return ModelCall.of(model, (args, kwargs), Ambient(model, []))
+    return made_again(KeptCall(model, (args, kwargs), Ambient(model, [])))
 
 
 def run_call(model, values, function):

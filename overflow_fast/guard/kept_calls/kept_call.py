@@ -146,6 +146,34 @@ class KeptCall:
             for tensor, version in zip(self._tensors, self._versions, strict=True)
         ]
 
+    @property
+    def is_of_inference(self) -> bool:
+        """True if a tensor of the batch is one that autograd refuses."""
+        return any(each.is_inference() for each in self._tensors)
+
+    def is_overwritten(self) -> bool:
+        """True if the batch was written to since.
+
+        Writes that torch does not count, as through NumPy, are seen on the CPU alone,
+        if they change one of a few values.
+        """
+        if self.was_overwritten is not None:
+            return self.was_overwritten
+        tensors = self._tensors
+        if _C.versions_of(tensors) != self._versions:
+            return True
+        return _C.samples_of(tensors, NUM_SAMPLED) != self._samples
+
+    def was_written(self, tensor: torch.Tensor) -> bool:
+        """True if a tensor of the batch was written to since; see `is_overwritten`."""
+        places = [i for i, each in enumerate(self._tensors) if each is tensor]
+        versions = _C.versions_of(self._tensors)
+        samples = _C.samples_of(self._tensors, NUM_SAMPLED)
+        return any(
+            (versions[i], samples[i]) != (self._versions[i], self._samples[i])
+            for i in places
+        )
+
     def batch_alone(self) -> KeptCall | None:
         """Lets go of all but the batch, and keeps marks of the function.
 
