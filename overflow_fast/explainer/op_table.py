@@ -258,7 +258,7 @@ class OpTable(OpObserver):
             for each in self.undefined.pop(of_middle):
                 each.let_go()
 
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
+    def on_module(self, name: str, values: Any) -> None:
         """Notes what a module is given or has returned, if it is bad."""
         floats = floats_in(values)
         with no_dispatch(), _C.OwnCode(are_plain(floats)):

@@ -29,8 +29,8 @@ class ModuleStack:
 
     Args:
         models: The watched models, by what their modules' names begin with.
-        on_values: Called with the name of each module of theirs that begins, what it
-            was given, and True; once it has returned, with its output and False.
+        on_values: Called with the name of each module of theirs that begins and what it
+            was given; once it has returned, with its output.
     """
 
     def __init__(self, models: Mapping[str, nn.Module], on_values: Any) -> None:
@@ -91,7 +91,7 @@ class ModuleStack:
         name = self._names[module]
         self._running.append((id(module), name, in_backward))
         with without_torch_function():
-            self._on_values(name, (args, kwargs), True)
+            self._on_values(name, (args, kwargs))
 
     def _end(self, module: nn.Module, args: object, output: object) -> None:
         # One that an exception has left without its hook stands above it.
@@ -100,7 +100,7 @@ class ModuleStack:
         if self._running:
             self._running.pop()
         with without_torch_function():
-            self._on_values(self._names[module], output, False)
+            self._on_values(self._names[module], output)
 
 
 # The one dispatch mode: it shows each operation to an observer.
@@ -124,13 +124,12 @@ class OpObserver:
         """
         return op.run()
 
-    def on_module(self, name: str, values: Any, is_given: bool) -> None:
+    def on_module(self, name: str, values: Any) -> None:
         """Takes in what a module is given, or has returned.
 
         Args:
             name: The module's name.
             values: What it is given, or what it returned.
-            is_given: Which of both.
         """
 
 
