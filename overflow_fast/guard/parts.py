@@ -75,7 +75,7 @@ _OTHER_STEPS = (
 _LEFT_OUT = (
     "%d forwards ran and no step was judged, in most of them values are non-finite: "
     "first %s, in forward %d (from 0).\nIf the program leaves out such steps by "
-    "itself, it learns nothing meanwhile: `guard.check()` reports the one at hand. "
+    "itself, no weight changes meanwhile: `guard.check()` reports this step. "
     "Logged once."
 )
 
