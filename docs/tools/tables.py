@@ -261,7 +261,7 @@ class _Language(NamedTuple):
 
 
 _LANGUAGES = {
-    "": _Language(("the report says", "look at"), "{0}", ", ", "causes"),
+    "": _Language(("`cause` in the report", "look at"), "{0}", ", ", "causes"),
     "zh": _Language(("报告中的原因", "请看"), "{0}（{1}）", "、", "全部原因"),  # noqa: RUF001
     "ko": _Language(("보고서의 원인", "볼 곳"), "{0} ({1})", ", ", "모든 원인"),
 }
