@@ -6,11 +6,10 @@ import os
 import pty
 import re
 import struct
-import subprocess
-import sys
 import termios
 
 import pytest
+from processes import python
 
 from overflow_fast.tools.cli.terminal import is_shown_as_it_is, shown
 
@@ -107,6 +106,14 @@ loss.backward()
 optimizer.step()
 """
 
+ON_TERMINAL = """
+import os, sys
+from overflow_fast.__main__ import main
+terminal = os.open(sys.argv[1], os.O_RDWR | os.O_NOCTTY)
+os.dup2(terminal, 1), os.dup2(terminal, 2)
+sys.exit(main(["run", sys.argv[2]]))
+"""
+
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("processes")
@@ -115,15 +122,12 @@ def test_a_program_s_error_has_the_width_of_the_terminal_it_runs_in(tmp_path):
     script.write_text(PROGRAM)
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 72, 0, 0))
-    command = [sys.executable, "-m", "overflow_fast", "run", str(script)]
-    # readline, which pytest imports, has set COLUMNS where os.environ does not see it.
-    environment = dict(os.environ)
-    done = subprocess.Popen(command, stderr=its, stdout=its, env=environment)
+    done = python("-c", ON_TERMINAL, os.ttyname(its), str(script))
+    assert done.returncode == 3, done.stderr
     os.close(its)
     said = b""
     while part := _read(ours):
         said += part
-    assert done.wait() == 3
     text = said.decode().replace("\r", "").partition("NonFiniteError")[2]
     assert COLOUR.search(text)
     plain = COLOUR.sub("", text).split("\n")
