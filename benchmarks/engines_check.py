@@ -1,8 +1,8 @@
 """Runs the guard under training engines with planted faults: `make engines-check`.
 
-Engines that are not installed are left out. The runs are those of the tests in
-tests/integrations: a clean run is compared bit for bit with one that has no guard, a
-skipped step with a run that leaves it out.
+Engines that are not installed are left out. A clean run is compared bit for bit with
+one that has no guard, a skipped step with a run that leaves it out: see
+engines/engine_runs.py.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from common import progress
 from facts import commit, table, write_json, write_whole
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+sys.path.insert(0, str(HERE / "engines"))
 from engine_runs import ENGINES, Case, problems, run, with_bare  # noqa: E402
 
 PACKAGES = {

@@ -1,11 +1,7 @@
 """What is recommended was tried on the step, and helps in a fresh run."""
 
-import importlib
-import math
 import re
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -716,84 +712,6 @@ def test_samples_that_the_budget_does_not_compare_are_not_named_and_it_is_said()
         is_said = any("Which sample" in n for n in found.notes)
         assert is_said == (found.sample is None)
     assert found.sample == 3
-
-
-# Followed to the letter in a fresh run.
-
-ZOO = Path(__file__).parents[2].parent / "shared" / "zoo"
-REMEDIED = (
-    *("t5_ff_wo_fp16", "sdxl_vae_conv_fp16", "ppo_ratio_exp", "adam_eps_fp16"),
-    *("softmax_fully_masked", "entropy_zero_prob"),
-    *("sqrt_at_zero_distance", "lora_norm_regulariser", "cross_entropy_all_ignored"),
-    *("masked_mean_pool", "nan_in_feature", "nan_in_label"),
-)
-
-
-def case_of(cases, name):
-    return next(build() for build in cases.OPEN if build.__name__ == name)
-
-
-def explanation_of(common, case):
-    guard = OverflowGuard(case.model, case.optimizer, explain=True)
-    loss_of = case.loss_fn
-    case.loss_fn = lambda model, batch: guard.run(lambda: loss_of(model, batch))
-    with pytest.raises(NonFiniteError) as error:
-        list(common.train(case))
-    return error.value.report.explanation
-
-
-def follow(remedy, cases, name, tmp_path):
-    """The case with the remedy, as its text and code tell."""
-    assert remedy.code, "told in words"
-    assert remedy.file or not remedy.parts, "a block of lines, or one change"
-    if remedy.file:
-        fresh, _ = module_of(tmp_path, edited(Path(cases.__file__), remedy))
-        return case_of(fresh, name)
-    case = case_of(cases, name)
-    if remedy.code.startswith("keep = "):
-        make_batch = case.make_batch
-
-        def without(step):
-            batch = make_batch(step)
-            space = {"torch": torch, "batch": batch}
-            exec(remedy.code, space)
-            return {key: value[space["keep"]] for key, value in batch.items()}
-
-        case.make_batch = without
-    elif "(..., " in remedy.code:
-        key, value = remedy.code.split("..., ")[1].rstrip(")").split("=")
-        case.optimizer.param_groups[0][key] = float(value)
-    else:
-        space = {"torch": torch, "overflow_fast": overflow_fast, "model": case.model}
-        exec(remedy.code, space)
-    return case
-
-
-@pytest.fixture
-def zoo(monkeypatch):
-    """The collection's modules, whose names other modules have, too."""
-    monkeypatch.syspath_prepend(str(ZOO))
-    names = ("common", "cases_open")
-    others = {name: sys.modules.pop(name, None) for name in names}
-    yield [importlib.import_module(name) for name in names]
-    for name, other in others.items():
-        del sys.modules[name]
-        if other is not None:
-            sys.modules[name] = other
-
-
-@pytest.mark.skipif(not ZOO.exists(), reason="needs the collection of failures")
-@pytest.mark.parametrize("name", REMEDIED)
-def test_a_fresh_run_with_the_remedy_is_finite(name, tmp_path, zoo):
-    common, cases = zoo
-    found = explanation_of(common, case_of(cases, name))
-    good = recommended(found) or [e for e in found.remedies if e.is_recommended]
-    assert good
-    for remedy in good:
-        case = follow(remedy, cases, name, tmp_path)
-        losses = [loss.item() for _, loss in common.train(case)]
-        assert all(map(math.isfinite, losses)), remedy
-        assert all(p.isfinite().all() for p in case.model.parameters()), remedy
 
 
 def test_operands_that_need_brackets_get_them(tmp_path):

@@ -1,7 +1,5 @@
 """Independent axes in pairs: any two values of two axes occur together."""
 
-import itertools
-
 from allpairspy import AllPairs
 
 
@@ -15,25 +13,3 @@ def pairs(*axes):
         tuple(axis[place] for axis, place in zip(axes, case, strict=True))
         for case in chosen
     ]
-
-
-def pairs_of(cases, values):
-    """The cases, in their order, that have all pairs of values that are in any.
-
-    For axes that do not go together freely: a filter of allpairspy's loses pairs.
-
-    Args:
-        cases: All that there are.
-        values: Returns the value of a case on each axis.
-    """
-
-    def paired(case):
-        return set(itertools.combinations(enumerate(values(case)), 2))
-
-    of = [paired(case) for case in cases]
-    chosen, left = set(), set().union(*of)
-    while left:
-        best = max(range(len(of)), key=lambda place: len(of[place] & left))
-        chosen.add(best)
-        left -= of[best]
-    return [cases[place] for place in sorted(chosen)]
