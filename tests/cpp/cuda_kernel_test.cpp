@@ -151,10 +151,10 @@ void check_list(int64_t count, int64_t max_numel) {
 }
 
 void check_lists() {
-  for (const int64_t count : {0, 1, 4, 5, 87, 88, 89, 983, 984, 985, 1100}) {
+  for (const int64_t count : {0, 1, 4, 5, 88, 89, 984, 985}) {
     if (!checks_few || count < 100) check_list(count, 100);
   }
-  const int64_t rounds = checks_few ? 20 : device::kIsEmulated ? 100 : 400 / num_shares;
+  const int64_t rounds = checks_few ? 20 : device::kIsEmulated ? 30 : 400 / num_shares;
   for (int64_t round = 0; round < rounds; ++round) {
     check_list(draw(1, round % 10 == 9 ? 200 : 6), round % 20 == 0 ? 60000 : 3000);
   }

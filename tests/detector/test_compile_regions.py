@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from assembled import Assembled
 from guarding import batches, make
 from report_texts import without_times
@@ -83,18 +84,18 @@ def watched(model):
     return OverflowGuard(model, None, "warn")
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize("name", BODIES)
-def test_calls_in_a_body_are_counted_as_not_scanned(name, is_compiled):
+def test_calls_in_a_body_are_counted_as_not_scanned(name):
     body, num_calls = BODIES[name]
     torch.manual_seed(0)
     model = Around(body)
     bare, _ = outcome(model, unwatched, is_compiled=False)
-    found, coverage = outcome(model, watched, is_compiled)
-    assert same(found, bare)
-    assert coverage.not_scanned == {f"inside {name}": 4 * num_calls}
-    # Weights, inputs and outputs of the others, and gradients of what they return.
-    assert coverage.tensors_listed == 4 * num_calls + 2 * 4 + 2 + 2
+    for is_compiled in (True, False):
+        found, coverage = outcome(model, watched, is_compiled)
+        assert same(found, bare)
+        assert coverage.not_scanned == {f"inside {name}": 4 * num_calls}
+        # Weights, inputs and outputs of the others, and gradients of what they return.
+        assert coverage.tensors_listed == 4 * num_calls + 2 * 4 + 2 + 2
 
 
 def test_a_body_in_a_body():
@@ -167,9 +168,6 @@ def test_compile_regions_that_are_repeated(watch):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])  # which has no tokens
 def test_parts_of_a_model_under_ddp(backend):
-    dist = pytest.importorskip("torch.distributed")
-    if not dist.is_available():
-        pytest.skip("needs torch.distributed")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         torch.manual_seed(0)

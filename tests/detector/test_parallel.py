@@ -138,7 +138,7 @@ def run_all(wraps):
 
 
 ON_TWO = [ddp, fsdp2, tensor_parallel, *COMPILED]
-ON_FOUR = [fsdp2, sharded_in_two_ways]
+ON_FOUR = [sharded_in_two_ways]
 
 
 @functools.cache
