@@ -45,16 +45,20 @@ def first_of(model, form=lambda model: model, **options):
         return guard.check().verdict
 
 
-FORMS = {
-    "eager": lambda model: model,
-    "compiled": lambda model: torch.compile(model, backend="aot_eager"),
-}
+def compiled(model):
+    return torch.compile(model, backend="aot_eager")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", [*OddlyNamed.NAMES, "input[0]"])
+# Compiled, all of them are listed by one frame: the place of one tells of all.
+@pytest.mark.parametrize(
+    "name, form",
+    [
+        *((name, lambda model: model) for name in [*OddlyNamed.NAMES, "input[0]"]),
+        *((name, compiled) for name in ("output", "input[0]")),
+    ],
+)
 def test_a_parameter_is_a_weight_whatever_its_name(name, form, fresh_compiler):
-    verdict = first_of(bad_at(name), FORMS[form])
+    verdict = first_of(bad_at(name), form)
     first = verdict.first
     assert (first.kind, first.fqn, first.label) == ("weight", name, name)
     assert verdict.origin.how == "given"

@@ -208,7 +208,6 @@ CU130 = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120 compute_120"
         ("130", CU130, {}, "7.5;8.0;9.0;10.0;12.0+PTX"),
         ("126", "sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", {}, "7.0;8.0;9.0+PTX"),
         ("130", "sm_87 sm_110", {}, "8.7;11.0+PTX"),
-        ("130", "", {}, "7.5;8.0;9.0;10.0;12.0+PTX"),
         ("124", "", {}, "7.5;8.0;9.0+PTX"),
         ("130", CU130, {"TORCH_CUDA_ARCH_LIST": "8.6"}, "8.6"),
     ],
@@ -225,8 +224,13 @@ def test_the_architectures_cuda_is_built_for(
     assert "csrc/scan/cuda/cuda_device.cpp" in sources
 
 
-@pytest.mark.parametrize("toolkit", ["12.4", "12.6", "13.0", None])
-@pytest.mark.parametrize("torch_cuda", ["124", "126", "130"])
+@pytest.mark.parametrize(
+    "torch_cuda, toolkit",
+    [
+        *(("124", "12.4"), ("126", "12.4"), ("124", "13.0")),
+        *(("130", "13.0"), ("130", "12.6"), ("130", None)),
+    ],
+)
 def test_a_toolkit_is_taken_if_its_major_release_is_torchs(
     cudart, tmp_path, torch_cuda, toolkit
 ):
