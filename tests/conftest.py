@@ -63,14 +63,14 @@ LAYERS = {
 def pytest_configure(config):
     """The processes that tests start are forks of their worker, as it is from here on.
 
-    They have what takes long to import.
+    They have what takes long to import, which no test of the simulated device needs.
     """
     if config.getoption("--sealed"):
         sealed_device()
     config.stash[IN_PART] = set()
     if config.getoption("--renew"):
         config.stash[BEFORE] = all_kept()
-    if hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput") and not config.getoption("--sealed"):
         for name in ("torch._inductor.compile_fx", "transformers.modeling_utils"):
             importlib.import_module(name)
         serve_from_here()
