@@ -11,7 +11,7 @@ from remedied_files import Holder, edited, explained, module_of, recommended
 from torch import nn
 
 import overflow_fast
-from overflow_fast import NonFiniteError, OverflowGuard, explain
+from overflow_fast import explain
 from overflow_fast.explainer.remedies import written
 
 NAN = float("nan")
