@@ -18,6 +18,7 @@ from ..base.text import drop_own_frames
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
     asks_for_hooks,
+    drop_hooks,
     forward_hooks,
     forward_pre_hooks,
     share_key,
@@ -189,6 +190,11 @@ class Attachment:
         dynamo.unregister(self)
         has_no_hooks(self)
 
+    @property
+    def living(self) -> list[RemovableHandle]:
+        """The handles of modules that still exist; torch cannot copy the others."""
+        return [each for each in self.handles if each.hooks_dict_ref() is not None]
+
 
 def _apart_in(model: nn.Module) -> dict[nn.Module, _Apart]:
     """The modules within those whose forward asks for hooks, and these themselves."""
@@ -252,7 +258,8 @@ def _is_partial_of(hook: object, function: object) -> TypeGuard[functools.partia
 class CopiedHooks:
     """The owner of the hooks in a copy of a model whose original alone is watched.
 
-    The hooks are removed when the copy is first called.
+    The hooks are removed when the copy is first called. No handles are copied: that of
+    a part of the model would copy the hooks of all of it, those of the program, too.
     """
 
     is_paused = False
@@ -261,18 +268,24 @@ class CopiedHooks:
     device = None
 
     def __init__(self) -> None:
-        self.handles: list[RemovableHandle] = []
         self.recorder = _C.Recorder(0)
         self.root_hook = _C.FrameHook(self, 0)
         self.compiled_boundary = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CopiedHooks, (), {"handles": self.handles}
+        return CopiedHooks, ()
 
     def before_root(self, *_: object) -> None:
-        """Removes the hooks."""
-        for handle in self.handles:
-            handle.remove()
+        """Removes the hooks of the modules that run, and of those in them."""
+        for call in running_modules() or ():
+            for each in modules_in(call[1]):
+                drop_hooks(each, self._is_own)
+
+    def _is_own(self, hook: object) -> bool:
+        kinds = _C.run_hook, _C.run_paused
+        return any(
+            _is_partial_of(hook, e) and hook.args[0].owner is self for e in kinds
+        )
 
     after_root = root_ended = on_frame = before_entry = before_root
     before = returned = ended = evaluation_ended = raised = before_root

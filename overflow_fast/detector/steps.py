@@ -318,7 +318,7 @@ class StepHooks:
             "_max_in_flight": self._max_in_flight,
             "_options": self._options,
             "_total_calls": self.total_calls,
-            "_handles": self._attachment.handles,
+            "_handles": self._attachment.living,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:

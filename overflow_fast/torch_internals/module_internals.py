@@ -133,6 +133,20 @@ def share_called_key(module: nn.Module, handle: RemovableHandle, key: int) -> No
         handle.id = key
 
 
+def drop_hooks(module: nn.Module, is_dropped: Callable[[Any], bool]) -> None:
+    """Removes forward hooks and pre-hooks of a module as their handles would."""
+    for hooks, flags in (
+        (
+            module._forward_hooks,
+            (module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+        ),
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+    ):
+        for key in [key for key, each in list(hooks.items()) if is_dropped(each)]:
+            for table in (hooks, *flags):
+                table.pop(key, None)
+
+
 _IS_2_10 = torch.__version__ < "2.11"  # parses both: not for each module
 
 

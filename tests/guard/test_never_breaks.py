@@ -4,10 +4,13 @@ import collections
 import copy
 import dataclasses
 import functools
+import gc
 import io
 import logging
 import pickle
+import threading
 import types
+import warnings
 from typing import ClassVar
 
 import pytest
@@ -17,6 +20,7 @@ from guarding import INF, NAN, assert_same, batches, hooks_of, make, plant, trai
 from modes import Functions, Operators
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.utils._pytree import tree_map
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
 from overflow_fast.base.tensors import loss_in
@@ -624,6 +628,28 @@ def test_a_copy_of_a_model_with_a_guard(copied):
         second.remove()
 
 
+def test_a_copy_of_a_part_copies_no_hook_of_the_rest():
+    model, optimizer = make()
+    hook = functools.partial(lambda lock, *_: None, threading.Lock())
+    model.head.register_forward_hook(hook)
+    with OverflowGuard(model, optimizer, "warn"):
+        part = copy.deepcopy(model.blocks[0])  # a lock cannot be copied
+        part(torch.ones(4, 8))
+        assert hooks_of(part) == 0
+
+
+@pytest.mark.parametrize("watch", WATCHERS)
+@pytest.mark.parametrize("replaced", [copy.deepcopy, lambda part: nn.Identity()])
+def test_a_copy_of_a_model_whose_part_was_replaced(watch, replaced):
+    model, _ = make()
+    with watch(model):
+        model.blocks[0] = replaced(model.blocks[0])
+        gc.collect()
+        copy_ = copy.deepcopy(model)
+    for each in (model, copy_):
+        each(torch.ones(4, 8), y=torch.ones(4, 1))["loss"].backward()
+
+
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_copy_of_a_model_with_a_guard_and_the_original_detector(is_first):
     debug_utils = pytest.importorskip("transformers.debug_utils")
@@ -688,3 +714,86 @@ def test_models_that_are_false_or_have_no_length(kind, caplog, as_kept):
         assert guard.coverage().failures == 0
     assert "The guard failed" not in caplog.text
     as_kept(caplog.messages)
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as quantized and sharded ones are."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        def bare(value):
+            return value.inner if isinstance(value, Wrapped) else value
+
+        args, kwargs = tree_map(bare, (args, kwargs or {}))
+        made = function(*args, **kwargs)
+        return tree_map(
+            lambda e: Wrapped(e) if isinstance(e, torch.Tensor) else e, made
+        )
+
+
+def jagged(rows):
+    return torch.nested.nested_tensor(list(rows.split(2)), layout=torch.jagged)
+
+
+def nested_strided(rows):
+    return torch.nested.nested_tensor(list(rows.split(2)))
+
+
+@pytest.mark.parametrize("kind", [jagged, nested_strided, Wrapped])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_bad_step_whose_batch_is_of_another_kind(kind):
+    class Inner(nn.Module):
+        def forward(self, x):
+            return x.inner if isinstance(x, Wrapped) else x
+
+    model = nn.Sequential(Inner(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip", explain=True) as guard:
+        for value in (1.0, 2.0, INF, 3.0):
+            rows = torch.tensor([[value, 1.0]]).repeat(4, 1)
+            output = model(kind(rows))
+            if output.is_nested:
+                output = torch.cat(output.unbind())
+            loss = output.square().mean()
+            loss.backward()
+            optimizer.step()
+            assert guard.last_step_skipped == (value == INF)
+            optimizer.zero_grad()
+        assert guard.coverage().failures == 0
+    assert model[1].weight.isfinite().all()
+
+
+def test_a_model_that_the_first_batch_makes():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        for x in (torch.randn(3, 2), torch.full((3, 2), NAN), torch.randn(3, 2)):
+            model(x).square().mean().backward()
+            optimizer.step()
+            assert guard.last_step_skipped == bool(x.isnan().any())
+            optimizer.zero_grad()
+        assert guard.coverage().failures == 0
+
+
+@pytest.mark.parametrize("watch", ["tripwire", ("activations", "gradients")])
+def test_other_weights_for_one_forward_bring_no_warning(watch):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        OverflowGuard(model, optimizer, watch=watch),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(X).sum().backward()
+            moved = {name: 2 * each for name, each in model.named_parameters()}
+            torch.func.functional_call(model, moved, X).sum().backward()
+            optimizer.step()
+    assert not caught

@@ -164,7 +164,7 @@ class ModelWatch(StepHooks):
         self.modules.apart = self._attachment.apart
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CopiedHooks, (), {"handles": self._attachment.handles}
+        return CopiedHooks, ()
 
     after_root = _isolated(StepHooks.after_root)
     close_root = _isolated(StepHooks.close_root)
@@ -359,12 +359,15 @@ class ModelWatch(StepHooks):
             self.num_given_up, self._met = num, None
 
     def _gradients(self, model: nn.Module) -> Iterator[torch.Tensor]:
-        """Yields the gradients that there are; of the first one, no list is made."""
+        """Yields the gradients that there are; of the first one, no list is made.
+
+        What `functional_call` has put in a weight's place has none: torch warns there.
+        """
         first = first_parameter_of(model)
-        if first is not None and first.grad is not None:
+        if first is not None and first.is_leaf and first.grad is not None:
             yield first.grad
         for each in self.tensors.parameters(model, True)[1]:
-            if each.grad is not None:
+            if each.is_leaf and each.grad is not None:
                 yield each.grad
 
     @_isolated
