@@ -539,6 +539,8 @@ class Pipeline:
         self.collector.send()
         self.judge_late()
         self.collector.take(_C.Recorder.num_frames())
+        if hook.optimizer is not None:
+            self.collector.tensors.pass_over(hook.optimizer)
         if is_skipped:
             self.judge.restore()
         self.collector.end()

@@ -103,6 +103,23 @@ def test_gradients_that_are_left_from_before_are_no_alarm():
         assert not is_same(model, before)
 
 
+def test_gradients_of_a_skipped_optimizer_hold_up_no_other_one():
+    """As where each turn of a GAN's loop begins with `zero_grad()`."""
+    critic, generator = nn.Linear(4, 1), nn.Linear(6, 4)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (critic, generator)]
+    with OverflowGuard([critic, generator], optimizers, "skip") as guard:
+        skipped = []
+        for x in (X, BAD, X):
+            for fake, optimizer in zip(
+                (generator(x).detach(), generator(x)), optimizers, strict=True
+            ):
+                optimizer.zero_grad()
+                critic(fake).sum().backward()
+                optimizer.step()
+                skipped.append(guard.was_skipped(optimizer))
+    assert skipped == [False, False, True, True, False, False]
+
+
 @pytest.mark.parametrize("policy", ["warn", "raise"])
 def test_a_round_has_one_report(policy, caplog):
     model, optimizers = split()

@@ -196,11 +196,7 @@ class JudgedTensors:
         for other in others:
             owned.update((id(p), p) for p in stepped_by(other) if self._is_new(p))
         if others or self._last_gradients:
-            self._last_gradients.update(
-                (number, _C.Contents(parameter.grad))
-                for number, parameter in owned.items()
-                if parameter.grad is not None
-            )
+            self._note_gradients(owned.values())
         num_kept = 0
         if engine and not any(id(p) in owned for _, _, (_, own) in listed for p in own):
             num_kept = self._scan_kept(engine)
@@ -246,6 +242,21 @@ class JudgedTensors:
         self.num_gradients += len(named[0])
         self._record(self._watches[0], _C.FrameKind.GRADIENTS, named)
         return len(named[0])
+
+    def pass_over(self, optimizer: Optimizer) -> None:
+        """Takes the gradients of a step for scanned: its round has a verdict already.
+
+        They may stay until the next backward of this optimizer's own loss, while
+        another one steps.
+        """
+        self._note_gradients(stepped_by(optimizer))
+
+    def _note_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._last_gradients.update(
+            (id(each), _C.Contents(each.grad))
+            for each in parameters
+            if each.grad is not None
+        )
 
     def _is_new(self, parameter: torch.Tensor) -> bool:
         """True if a gradient was made, or written to, since its last scan."""
