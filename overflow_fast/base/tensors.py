@@ -106,9 +106,19 @@ def reason(tensor: torch.Tensor, readability: _C.Readability) -> NotScanned:
     return NotScanned(f"tensor subclass {type(tensor).__name__}")
 
 
+def is_strided(tensor: torch.Tensor) -> bool:
+    """True for a tensor with a shape and strides; a nested one has none."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def sizes_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; () for a nested one, whose sizes are no numbers."""
+    return () if tensor.is_nested else tuple(tensor.shape)
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """True if a plain strided tensor can be read: its storage is not freed."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
+    if not is_strided(tensor) or tensor.is_meta:
         return False
     try:
         size = tensor.untyped_storage().nbytes()

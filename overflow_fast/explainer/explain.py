@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _C
 from ..base.modules import step_of
 from ..base.tensors import devices_of
 from ..base.text import error_line
@@ -21,7 +22,6 @@ from ..guard.process import world_size
 from ..guard.report import notes
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import Artifact
-from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep
 from .calls import Call
 from .effects.held_signals import as_raised
@@ -73,7 +73,7 @@ def investigate(
 def _news(step: BadStep, found: Explanation) -> str:
     """The news of the step; "" where they cannot be found out."""
     try:
-        with no_dispatch(), torch.no_grad():
+        with _C.Hidden(), torch.no_grad():
             return news_of(step, found)
     except Exception as error:
         _log.debug("What is new in a bad step was not found out: %s", error)

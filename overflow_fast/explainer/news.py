@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from ..base.tensors import is_readable, sizes_of
 from ..base.text import counted
 from ..guard.kept_calls.call_keeper import MOST_SIZED
 from ..guard.kept_calls.kept_call import NUM_SAMPLED
@@ -89,10 +90,11 @@ def _beside_clean(step: BadStep) -> _Pairs:
     if len(given) != len(before):
         return []
     return [
-        (names[id(now)], now.detach(), was.detach(), _sampled(step, i, now))
-        for i, (now, was) in enumerate(zip(given, before, strict=True))
-        if now is not was and now.dtype == was.dtype and id(now) in names
-        if not isinstance(now, nn.Parameter)
+        (names[id(new)], now, was, _sampled(step, i, now))
+        for i, (new, old) in enumerate(zip(given, before, strict=True))
+        if new is not old and new.dtype == old.dtype and id(new) in names
+        if not isinstance(new, nn.Parameter)
+        if is_readable(now := new.detach()) and is_readable(was := old.detach())
     ]
 
 
@@ -150,12 +152,11 @@ def _of_sizes(step: BadStep) -> Iterator[str]:
     """A tensor of the batch that is longer than any of clean steps, such as texts."""
     call = _bad_call(step)
     given = [] if call is None else call.tensors
-    longest = step.kept.longest.get(
-        tuple(each.dim() for each in given[:MOST_SIZED]), ()
-    )
+    own = [sizes_of(each) for each in given[:MOST_SIZED]]
+    longest = step.kept.longest.get(tuple(map(len, own)), ())
     names = {} if call is None else {id(each): name for name, each in call.leaves()}
-    for now, most in zip(given, longest, strict=False):
-        sizes = [*enumerate(zip(now.shape, most, strict=True))][1:]  # in one sample
+    for now, shape, most in zip(given, own, longest, strict=False):
+        sizes = [*enumerate(zip(shape, most, strict=True))][1:]  # in one sample
         for dim, (size, before) in sizes if id(now) in names else ():
             if LONGER.is_passed(size, before):
                 yield (

@@ -30,7 +30,7 @@ from ..base.torch_ops import has
 from ..guard.report.causes import UNDEFINED
 from ..scanner.ops import scan
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import is_in_compiled_call, next_sequence, no_dispatch
+from ..torch_internals.replaying import is_in_compiled_call, next_sequence
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .meant_infs import is_asked, is_meant, returns_meant
@@ -261,7 +261,7 @@ class OpTable(OpObserver):
     def on_module(self, name: str, values: Any) -> None:
         """Notes what a module is given or has returned, if it is bad."""
         floats = floats_in(values)
-        with no_dispatch(), _C.OwnCode(are_plain(floats)):
+        with _C.Hidden(), _C.OwnCode(are_plain(floats)):
             found = self.kinds.of(floats)
         for tensor, (kinds, _) in zip(floats, found, strict=True):
             # A mask's -inf is passed on; any other has an operation that made it.

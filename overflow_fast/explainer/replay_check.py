@@ -21,17 +21,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import _C
 from ..base.modules import Handles
+from ..base.tensors import is_readable
 from ..base.tree import CALL_DEPTH, tensors_in
 from ..base.types import TensorPath
 from ..guard.record.columns import unpacked
 from ..guard.record.record_lines import EXTREMES
 from ..guard.report.gist import told_apart
 from ..guard.undo.random import RandomStates
+from ..guard.undo.tensors import is_same_bits
 from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.entry_headroom import path_of
 from ..guard.watching.watch import ModelWatch
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import no_dispatch
 from .calls import Call, ModelCall
 from .replayer import Observer
 from .tensor_kinds import is_float
@@ -251,7 +252,7 @@ class SameStep(Observer):
         kept = self._forwards[self.num_forwards - 1]
         if self.num_forwards == 1:
             self.at_first = kept.ambient.random.of_now()
-        with no_dispatch():
+        with _C.Hidden():
             now, then = (
                 tensors_in(e, CALL_DEPTH) for e in ((args, kwargs), kept.batch)
             )
@@ -271,7 +272,7 @@ class SameStep(Observer):
             self.has_same_graph = True
         elif isinstance(output, torch.Tensor):
             self.has_same_graph = has_compiled() or _is_same_graph(output, self._loss)
-            with no_dispatch():
+            with _C.Hidden():
                 self.has_same_loss = _is_same(output, self._loss)
 
 
@@ -290,8 +291,8 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other or one.shape != other.shape or one.dtype != other.dtype:
         return one is other
     one, other = one.detach(), other.detach()
-    if not is_float(one):
-        return torch.equal(one, other)
+    if not (is_float(one) and is_readable(one) and is_readable(other)):
+        return is_same_bits(one, other)
     return torch.allclose(one, other, rtol=_RTOL, atol=0.0, equal_nan=True)
 
 

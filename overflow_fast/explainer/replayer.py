@@ -30,11 +30,7 @@ from ..base.modules import (
 )
 from ..detector.observers import without_observers
 from ..guard.undo.restore_point import RestorePoint
-from ..torch_internals.replaying import (
-    no_dispatch,
-    uncompiled_calls,
-    without_torch_function,
-)
+from ..torch_internals.replaying import uncompiled_calls, without_torch_function
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError
@@ -294,7 +290,7 @@ class OutputGradients(Observer):
                 tensor.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, gradient: torch.Tensor) -> None:
-        with no_dispatch():
+        with _C.Hidden():
             if any(map(kinds_of, floats_in(gradient))):
                 self.bad.append(gradient)
 
@@ -596,7 +592,7 @@ class Replayer:
         self, result: ReplayResult, call: Call, output: Any
     ) -> list[tuple[Any, Any]]:
         """Looks at what was returned; says what backward is called on."""
-        with no_dispatch():
+        with _C.Hidden():
             roots, own = loss_and_gradients(call, output), loss_of_call(call, output)
             losses = [root for root, _ in roots]
             floats = floats_in(output)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import _C
 from ..base.text import error_line
 from ..guard.report import notes
 from ..guard.report.causes import (
@@ -23,7 +24,6 @@ from ..guard.report.causes import (
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import no_dispatch
 from .bad_step import BadStep
 from .budget import Budget
 from .calls import Call, name_outside, with_clean_batch
@@ -333,7 +333,7 @@ class Search:
         parameters = (p for e in self.step.models.values() for p in e.parameters())
         weights = {table.number_of(each) for each in parameters if each.requires_grad}
         lost, ops = None, [] if found.is_overflow else table.undefined[source]
-        with no_dispatch(), torch.no_grad():
+        with _C.Hidden(), torch.no_grad():
             try:
                 for some in nearest_first(ops):
                     lost = lost_value(some, self.budget, weights) or lost

@@ -37,13 +37,6 @@ next_sequence: Callable[[], int] = direct(
     "Operations in backward are not named",
     0,
 )
-# Switches dispatch modes off while it is entered.
-no_dispatch: Callable[[], AbstractContextManager[None]] = direct(
-    "torch._C._DisableTorchDispatch",
-    "scans within a mode must not be seen by it",
-    _NO_REPLAY,
-    contextlib.nullcontext(),
-)
 # Switches `__torch_function__` off while it is entered.
 without_torch_function: Callable[[], AbstractContextManager[None]] = direct(
     "torch._C.DisableTorchFunction",

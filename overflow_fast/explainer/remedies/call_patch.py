@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ... import _C
 from ...base.text import dtype_name
 from ...base.torch_ops import has
-from ...torch_internals.replaying import no_dispatch
 from ...torch_internals.tensor_internals import pytree
 from ..bounds import least_divisor
 from ..replayer import Patch
@@ -191,7 +190,7 @@ class ChangedCalls(TorchCalls):
         values = by.tensor if isinstance(by, Value) and not is_bounded(by) else None
         if values is None or not values.is_floating_point() or not values.numel():
             return
-        with no_dispatch(), torch.no_grad():
+        with _C.Hidden(), torch.no_grad():
             values = values.abs()
             # What divides by 0 is left out afterwards.
             least = float(values.where(values > 0, torch.inf).min())

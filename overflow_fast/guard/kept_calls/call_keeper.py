@@ -28,7 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...base.modules import first_parameter_of, parameters_of
-from ...base.tensors import devices_of, loss_in
+from ...base.tensors import devices_of, loss_in, sizes_of
 from ...base.text import is_of_program
 from ...base.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
@@ -299,7 +299,7 @@ class CallKeeper:
 
     def _note_sizes(self, call: KeptCall) -> None:
         """Notes how long a batch is; of one that was dropped, in a bad step as well."""
-        sizes = [tuple(each.shape) for each in call.tensors[:MOST_SIZED]]
+        sizes = [sizes_of(each) for each in call.tensors[:MOST_SIZED]]
         dims = tuple(map(len, sizes))
         before = self.longest.setdefault(dims, sizes)
         if before != sizes:

@@ -45,8 +45,8 @@ class LastSteps:
             f"{prefix}{name}": each.detach().clone()
             for prefix, model in (models or {}).items()
             for name, each in named_parameters(model)
-            if 0 < each.numel() <= _SMALL
             if is_readable(each) and each.is_floating_point()
+            if 0 < each.numel() <= _SMALL
         }
 
     def note(self, optimizer: torch.optim.Optimizer) -> None:

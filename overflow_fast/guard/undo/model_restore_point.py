@@ -393,8 +393,9 @@ class ModelRestorePoint:
         written = list[tuple[nn.Module, Mapping[str, Any], str, torch.Tensor | None]]()
         for place in self.buffers if self.is_taken else ():
             now, module = place.current(), place.module()
+            is_known = now is not None and place.copy is not None
             is_written = now is not place.tensor or place.is_written
-            if module and now is not None and is_written and place.copy is not None:
+            if module is not None and is_known and is_written:
                 table = vars(module)[place.table]
                 written.append((module, table, place.name, place.copy))
         for kept in self.attributes:

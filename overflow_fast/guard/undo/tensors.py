@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...base.tensors import COMPRESSED_LAYOUTS, INTEGERS, PLAIN, has_memory
+from ...base.tensors import COMPRESSED_LAYOUTS, INTEGERS, PLAIN, has_memory, is_strided
 from ...torch_internals.tensor_internals import (
     local_tensor,
     set_version,
@@ -145,11 +145,6 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
     if not is_plain or not is_strided(tensor) or tensor.is_meta:
         return None
     return None if is_lazy(tensor) else tensor.data
-
-
-def is_strided(tensor: torch.Tensor) -> bool:
-    """True for a tensor with a shape and strides; a nested one has none."""
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
