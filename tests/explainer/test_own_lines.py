@@ -635,6 +635,26 @@ def test_nothing_is_left_behind(capsys):
     assert training.num_called == 0
 
 
+calls_in_all = 0
+
+
+def test_variables_that_the_lines_count_in_stay():
+    training, num_called = Training(on_overflow="skip", explain=True), 0
+
+    def loss_of(x):
+        nonlocal num_called
+        global calls_in_all
+        num_called += 1
+        calls_in_all += 1
+        return training.negative_logarithm(training.model(x))
+
+    loss = loss_of(X)
+    loss.backward()
+    training.optimizer.step()
+    assert training.guard.last_report.explanation.op.name == "aten.log"
+    assert (num_called, calls_in_all) == (1, 1)
+
+
 @pytest.mark.slow
 def test_variables_of_the_loop_are_let_go():
     training = Training(on_overflow="skip", explain=True)

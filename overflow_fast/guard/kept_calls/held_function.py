@@ -35,7 +35,7 @@ from ...base.tree import (
 from ..undo.contents import Kept, contents_of
 from ..undo.kept_objects import is_state
 from ..undo.random import kinds_of_generators
-from .code_names import global_names
+from .code_names import global_names, sets_variables
 
 # Functions deep; chosen, not measured. A function that is called deeper reads what its
 # variables hold in the replay: the next batch, where the loop has gone on.
@@ -116,7 +116,8 @@ class HeldFunction:
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Calls the function, with values in place of its variables'."""
         is_same = all(values[name] is each for name, each in self.values.items())
-        if is_same and not any(map(self._is_rebound, self.held)):
+        is_set = any(sets_variables(each.__code__) for each in self.held)
+        if is_same and not (is_set or any(map(self._is_rebound, self.held))):
             return self.function()
         function: Any = self.plain
         args: list[Any] = []
