@@ -412,3 +412,21 @@ def test_a_loss_is_of_the_forward_that_returned_it(is_bad_in, explain):
     is_evaluation = is_bad_in == "evaluation"
     assert guard.num_skipped == int(not is_evaluation)
     assert guard.last_report.moment == ("evaluation" if is_evaluation else "before")
+
+
+@pytest.mark.parametrize("bad", [1, 4])
+def test_a_skip_restores_a_model_whose_parts_alone_are_called(bad):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with OverflowGuard(model, optimizer, "skip", watch="tripwire", explain=False) as g:
+        for i in range(6):
+            x = torch.full((4, 2), INF) if i == bad else torch.randn(4, 2)
+            before = model[1].running_var.clone()
+            for part in model:  # never the model
+                x = part(x)
+            x.square().sum().backward()
+            optimizer.step()
+            assert g.last_step_skipped == (i == bad)
+            assert torch.equal(model[1].running_var, before) == (i == bad)
+            optimizer.zero_grad()
+    assert model[1].num_batches_tracked == 5

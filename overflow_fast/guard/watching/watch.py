@@ -483,9 +483,20 @@ class ModelWatch(StepHooks):
     def end_judgement(self, is_lagged: bool) -> None:
         """Forgets what belongs to the step that was judged, or will be, lagged."""
         self.has_loss_of_step = False
+        self._note_uncalled()
         self._missed.restart()
         self.num_given_up, self._met = -1, None
         self.inputs.end_step(self.frames.end_step(self.batch_number, is_lagged))
+
+    def _note_uncalled(self) -> None:
+        """Notes where a model is trained that never runs itself: its parts do.
+
+        A tripwire has no hooks on these that would announce a forward.
+        """
+        model = self.model
+        if self.wanted.activations or self._missed.has_seen_forward or model is None:
+            return
+        self.has_submodule_calls |= any(True for _ in self._gradients(model))
 
     def name_at(self, index: int) -> str:
         """The qualified name of a module by its index."""
