@@ -279,10 +279,10 @@ def _of_samples(sampled: Sequence[float], last: float = 0.0) -> tuple[float, str
     """
     if not sampled:
         return last, ""
-    steps = "the step" if len(sampled) == 1 else f"each of {len(sampled)} steps"
-    looked, most = f"{NUM_SAMPLED} values of {steps} before", max(sampled)
+    steps = "the one" if len(sampled) == 1 else f"each of the {len(sampled)}"
+    looked, most = f"{NUM_SAMPLED} values of {steps} before it", max(sampled)
     if most <= _ALIKE * last:
-        return max(most, last), f" and in {looked}"
+        return max(most, last), f", and in {looked}"
     return last, f" ({looked}: at most {plain_number(most)})"
 
 

@@ -58,7 +58,7 @@ def test_a_batch_in_another_unit(runs):
     name = "batch[0]" if runs else "input"
     text = news_of(in_another_unit, lambda m, x: (m(x) ** 2).mean(), runs=runs)
     assert text.startswith(f"`{name}` is up to 1.4")
-    told = "at most 1.48 in the last one and in 64 values of each of 2 steps before"
+    told = "at most 1.48 in the last one, and in 64 values of each of the 2 before it"
     assert text.endswith(f"in this batch, {told}")
 
 
@@ -67,7 +67,7 @@ def test_steps_before_the_last_one_that_had_larger_numbers_are_told_apart():
         return (rows(step, 8, 4) * {0: 3, BAD: 1e30}.get(step, 1),)
 
     text = news_of(batch_of, lambda m, x: (m(x) ** 2).mean())
-    assert "in the last one (64 values of each of 2 steps before: at most " in text
+    assert "in the last one (64 values of each of the 2 before it: at most " in text
 
 
 def test_what_the_function_makes_of_the_batch_is_known_by_samples():
@@ -76,7 +76,7 @@ def test_what_the_function_makes_of_the_batch_is_known_by_samples():
 
     text = news_of(lambda s: (rows(s, 8, 4), 1e30 if s == BAD else 1.0), loss_of)
     assert text.startswith("the model's `input` is up to ")
-    assert "(64 values of each of 3 steps before: at most 1." in text
+    assert "(64 values of each of the 3 before it: at most 1." in text
 
 
 class Graphs:

@@ -44,7 +44,7 @@ def explained(device, dtype=None):
 def text_of(report):
     """Without times and samples, which are of the CPU, and with one name for both."""
     timeless = re.sub(r", [\d.]+ s\b|takes [\d.]+%", "", str(report))
-    samples = r" \(64 values of [^)]*\)| and in 64 values of [\w ]* before"
+    samples = r" \(64 values of [^)]*\)|, and in 64 values of [\w ]* before it"
     return re.sub(samples, "", timeless).replace("sealed", "cpu")
 
 
