@@ -160,12 +160,23 @@ class _Walk:
         """Finds what has made the numbers that an operation has written."""
         if has(op.base, "draws"):
             return [Maker(op, made, f"{self._named(op)} drew {made.spoken}")]
+        if op.is_constant and op.read_from:
+            read = [op.read_from[i] for i in made.mask.flatten().nonzero().flatten()]
+            return _together([self._item(each) for each in read])
         given = self._read(op, made)
         if given is None:
             return []
         found = self._by(op, made, given)
         is_of_torch = op.in_backward and not op.custom  # and no line has it
         return [] if is_of_torch and any(each.op is op for each in found) else found
+
+    def _item(self, op: OpCall) -> list[Maker]:
+        """Finds what has made a number that was read into Python."""
+        if not op.is_held:
+            return []
+        (given,) = op.given.values()
+        at = torch.tensor([given.offset], device=given.device)
+        return self.makers(Numbers(given, at), op)
 
     def _read(self, op: OpCall, made: Numbers) -> list[Numbers] | None:
         """The numbers that an operation has read, as long as the walk may go on."""
@@ -398,6 +409,8 @@ class _Walk:
             text = f"{self._named(op)} is of one number"
         elif chooses(op):
             text = f"{self._named(op)} wrote {it}"
+        elif op.is_constant and op.torch_call and not op.torch_call.is_in_place:
+            text, is_start = f"the 0 is a number of Python{self._line(op)}", True
         elif is_plain or op.base.startswith(("zeros_", "new_", "full_")):
             text, is_start = f"the code{self._line(op)} wrote {it}", True
         else:

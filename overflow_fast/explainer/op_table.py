@@ -15,6 +15,7 @@ noted where it is finite), who returned it unwritten (`_empty`), what was scanne
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import operator
@@ -41,6 +42,7 @@ from .root_op import details_of
 from .tape import Tape
 from .tensor_kinds import NAN, NEGATIVE_INF, Kinds, floats_in, is_float, kinds_of
 from .torch_calls import TorchCall, running_call
+from .users_lines import place_text
 
 # Limits of time and memory. The failures of benchmarks/answers need no more than 6
 # sources of a tensor, 6 writers of a memory, 2 undefined results and 3 operations that
@@ -52,6 +54,7 @@ _MOST_UNDEFINED = 4
 _MAX_DETAILS = 48
 # Leaves that a report names.
 _NAMED = ("parameter", "buffer", "batch", "attribute", "weight", "object")
+_READS = "_local_scalar_dense"  # what `item()` and `float()` run
 # The sources of a tensor, its kinds and its size.
 _Read = list[tuple[list[Source], int, int]]
 
@@ -94,6 +97,8 @@ class OpTable(OpObserver):
         self._empty: dict[int, OpCall] = {}
         self._writers: dict[int, tuple[OpCall, ...]] = {}
         self._given, self._leaves = leaves, LeafMap(leaves)
+        self._last_items: collections.deque[tuple[OpCall, Any]]
+        self._last_items = collections.deque(maxlen=_MOST_WRITERS)  # with their numbers
         self._num_details = 0
         self._by_sequence: dict[int, list[OpCall]] = {}
         self._last: dict[int, int] = {}  # of these numbers, by thread
@@ -209,6 +214,7 @@ class OpTable(OpObserver):
         read = op.read()
         numbers = [op.memory[id(tensor)] for tensor in read]
         ops = [each for n in numbers for each in self._writers.get(n, ())]
+        ops += self._items_in(op) if op.is_constant else []
         op.read_from = tuple(dict.fromkeys(ops))
         op.unwritten = tuple(n for n in numbers if n not in self._writers)
         seen = self.kinds.of(read, op.memory)
@@ -222,7 +228,27 @@ class OpTable(OpObserver):
             self._tape.begin(op)
         return found
 
+    def _items_in(self, op: OpCall) -> list[OpCall]:
+        """The calls of `item()` whose numbers a tensor is made of, in order; or [].
+
+        Those before it are known by their numbers. One alone, or zeros, may be others:
+        these are of the same line.
+        """
+        tensor = op.arguments[0]
+        if not 0 < tensor.numel() <= len(self._last_items):
+            return []
+        last = list(self._last_items)[-tensor.numel() :]
+        ops, numbers = [each for each, _ in last], [number for _, number in last]
+        with _C.Hidden():
+            given = tensor.detach().flatten().tolist()
+        is_known = len({*given}) > 1 or {place_text(e.sites) for e in ops} == {
+            place_text(op.sites)
+        }
+        return ops * (is_known and given == numbers)
+
     def _note_written(self, op: OpCall) -> None:
+        if op.base == _READS:
+            self._last_items.append((op, op.output))
         for tensor in op.fresh:
             self._writers[op.memory[id(tensor)]] = (op,)
         for tensor in op.written:  # of many writers to the same memory the last ones

@@ -77,6 +77,11 @@ def transmittance(x, y):
     return (1 - alpha).cumprod(1).log()
 
 
+def numbers_of(*scalars):
+    numbers = [each.item() for each in scalars]
+    return torch.tensor(numbers)
+
+
 AT = r" \(test_made_zero.py:\d+\)"
 # The function of the batch and of what the layer gives, the reason; and the batch.
 MADE = {
@@ -127,6 +132,23 @@ MADE = {
         "mul multiplied 3 numbers by 0",
     ),
     "the code": (written, rf"the code{AT} wrote that 0"),
+    # By numbers of Python.
+    "numbers that were read": (
+        lambda x, y: y.sum() / numbers_of(y[0, 0], y.min().relu()),
+        "relu made it 0, of -.*",
+    ),
+    "a number that was read": (
+        lambda x, y: y / torch.tensor(float((y - 9).relu().sum())),
+        "relu made all 15 numbers 0",
+    ),
+    "numbers of Python": (
+        lambda x, y: y / torch.tensor([len(y) - 5.0]),
+        "the 0 is a number of Python",
+    ),
+    "a number of Python, after one that was read": (
+        lambda x, y: y / torch.tensor([y[0, 0].item() * 0]),
+        "the 0 is a number of Python",
+    ),
     # By a difference.
     "equal operands": (
         lambda x, y: (y - y.detach()).square().sum().sqrt(),
