@@ -190,6 +190,17 @@ def test_changes_of_several_lines_of_a_package_are_in_the_exception(lossy, as_ke
     as_kept([each for each in str(error).splitlines() if each.startswith("tried")])
 
 
+@pytest.mark.tries_remedies
+def test_a_line_of_a_package_is_changed_for_all_who_call_it(lossy):
+    def divide(loss, count):
+        loss = lossy.ratio(lossy.ratio(loss, torch.zeros(())), torch.zeros(()))
+        return lossy.ratio(lossy.ratio(loss, torch.zeros(())), torch.zeros(()))
+
+    error = explained(Model(divide), torch.ones(2, 4), torch.tensor(0.0), run=True)
+    first = error.report.explanation.remedies[0]
+    assert first.is_recommended and first.text.endswith("is 0 in `loss / count`")
+
+
 @pytest.mark.explains
 def test_a_step_of_a_packages_optimizer_has_a_remedy(lossy, as_kept):
     model = nn.Linear(4, 3)

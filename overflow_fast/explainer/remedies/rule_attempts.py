@@ -364,8 +364,7 @@ def _trial_of(
     number: float,
     dim: Any = None,
 ) -> Trial:
-    reads = frozenset(call.key for call in (root, *found.calls))
-    change = RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
+    change = _change_of(rule, root, found, number, dim)
     text = with_numbers(found.text or _STAY, found.numbers)
     text = text.replace("CALL", _named(root))
     if dim == ():
@@ -377,7 +376,25 @@ def _trial_of(
         return Trial(remedy_of(text, edits), patch, edits, *how)
     except NOT_WRITTEN as error:
         told = _in_words(text, root, str(error))
+        others = {e.key: e for e in calls if e.key != root.key and _on_line_of(root, e)}
+        for call in others.values() if inner_place(root) else ():
+            same = matched(rule, call, root.dtype, number, dim)
+            if same is not None:
+                more = _change_of(rule, call, same, number, dim)
+                patch = CallPatch((*patch.changes, more))
         return Trial(remedy_in_words(told, root), patch, (), *how)
+
+
+def _change_of(
+    rule: Rule, root: TorchCall, found: Found, number: float, dim: Any
+) -> RuleChange:
+    reads = frozenset(call.key for call in (root, *found.calls))
+    return RuleChange(root.key, RULES.index(rule), root.dtype, number, dim, reads)
+
+
+def _on_line_of(root: TorchCall, call: TorchCall) -> bool:
+    """True if a call is of the same line of a package, whoever has called that."""
+    return call.name == root.name and call.sites[:1] == root.sites[:1]
 
 
 def _named(call: TorchCall) -> str:
