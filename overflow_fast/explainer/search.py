@@ -407,6 +407,7 @@ class Search:
         failure.stays_within = traced.is_clean
         failure.within = step.module if self.is_seen_in_call else None
         failure.losses = losses_of(traced)
+        failure.is_kept = bool(failure.losses and traced.bad_buffers)
         losses = step.past.finite_losses
         is_finite = loss_of(self.first) is not None
         failure.usual_losses = losses[:-1] if is_finite else losses

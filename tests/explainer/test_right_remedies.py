@@ -378,6 +378,37 @@ def test_statistics_that_the_batch_leaves_are_named():
     assert "before)" in helped[0].outcome
 
 
+class Balanced(nn.Module):
+    """A layer whose results are weighted by their sizes in the step before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.weights = nn.Linear(4, 2), torch.ones(2)
+        self.register_buffer("shares", torch.ones(2))
+
+    def forward(self, x):
+        sizes = self.layer(x).relu().mean(0)
+        loss = (self.weights * sizes).sum()
+        with torch.no_grad():
+            self.weights = 1 / self.shares
+            self.shares.copy_(sizes / sizes)
+        return loss
+
+
+def test_what_the_next_steps_are_not_finite_with_is_no_remedy():
+    torch.manual_seed(0)
+    model = Balanced()
+    nn.init.ones_(model.layer.weight)
+    x = torch.rand(2, 8, 4)
+    found = stopped(
+        model, lambda model, x: model(x), [x[0], x[1] - 3 * model.shares[0]]
+    )
+    first, *others = found.remedies
+    assert first.is_recommended and first.text == "take 1 where the divisor is 0"
+    later = "it is non-finite within 4 such steps"
+    assert later in {each.breaks for each in others}
+
+
 def test_the_failing_sample_is_left_out_or_clamped_beside_changes_of_code():
     model = nn.Linear(2, 1)
     x = torch.randn(6, 2)

@@ -21,6 +21,7 @@ from overflow_fast.explainer.remedies.rules import (
     CANCELLED,
     EXACT,
     GUARDS,
+    KEPT,
     LINKS,
     LOGS,
     LOST,
@@ -421,7 +422,7 @@ def test_a_search_tries_each_rule(tmp_path, monkeypatch):
         for code, x in programs_of(rule):
             if rule not in tried:
                 search(code, x)
-    tried.update(SELECTS)  # see `test_selected.py`
+    tried.update([*SELECTS, *KEPT])  # see `test_selected.py`, `test_right_remedies.py`
     tried.update(UPDATES)  # of an optimizer's step
     of_data = [e for e in GUARDS if e.pattern.startswith("log") and "N" in e.new]
     tried.update([*SELECTED, *of_data])  # see `test_zeros_of_data.py`

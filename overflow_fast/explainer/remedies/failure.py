@@ -71,6 +71,7 @@ class Failure:
             steps before; 0 if none is known.
         stays_within: The step ends finite: what follows leaves the bad values out.
         within: The module that has them then; None if it is of none.
+        is_kept: The loss is finite, and what the step leaves for later ones is not.
     """
 
     found: Explanation
@@ -96,6 +97,7 @@ class Failure:
     usual_gradient: float = 0.0
     stays_within: bool = False
     within: str | None = None
+    is_kept: bool = False
     losses: Sequence[float] = ()
 
     @property

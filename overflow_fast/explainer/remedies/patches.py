@@ -295,3 +295,19 @@ class FromLoss(Patch):
     def calls(self, calls: Sequence[Call]) -> list[Call]:
         """See `Patch`."""
         return [call.again(call.batch, {}) for call in calls]
+
+
+@dataclass(frozen=True)
+class Repeated(Patch):
+    """The calls are run several times, each with the state that the last one has left.
+
+    Attributes:
+        num: How often.
+    """
+
+    num: int
+    is_same_step = False
+
+    def calls(self, calls: Sequence[Call]) -> list[Call]:
+        """See `Patch`."""
+        return [*calls] * self.num

@@ -26,6 +26,7 @@ from .rules import (
     CANCELLED,
     EXACT,
     GUARDS,
+    KEPT,
     LINKS,
     LOST,
     MASKS,
@@ -83,7 +84,8 @@ def select_trials(failure: Failure, trials: Trials) -> Attempts:
             if any(value.requires_grad for value in call.results)
             and any(value.tensor is failure.bad for value in call.inputs)
         ]
-    for trial in _on(SELECTS, calls, failure, trials):
+    rules = (*SELECTS, *(KEPT if failure.is_kept else ()))
+    for trial in _on(rules, calls, failure, trials):
         if (yield replace(trial, keeps_loss=True)):
             return
 

@@ -289,6 +289,11 @@ SELECTS = _rules(
     ("log|log2|log10(y)", "where(y > 0, CALL_ON(where(y > 0, y, 1)), -inf)", _FIRST),
     ("rsqrt|reciprocal(y)", "where(y > 0, CALL_ON(where(y > 0, y, 1)), 0)", _FIRST),
 )
+# Of what is kept for later steps, which may divide by it.
+KEPT = _rules(
+    ("y / x", "where(x == 0, 1, y / where(x == 0, 1, x))",
+     "take 1 where the divisor is 0"),
+)
 # Guarded forms of a call, the mildest first.
 GUARDS = _rules(
     ("cross_entropy|nll_loss(y, z)",
@@ -400,6 +405,7 @@ LOST = _rules(
 RULES = (
     *EXACT,
     *SELECTS,
+    *KEPT,
     *GUARDS,
     *UPDATES,
     *MASKS,

@@ -34,7 +34,7 @@ from ..torch_calls import Key
 from .call_patch import CallPatch, Change, InWider, RuleChange
 from .edited_lines import remedy_of
 from .failure import Failure
-from .patches import Eagerly, FromLoss, InDtype
+from .patches import Eagerly, FromLoss, InDtype, Repeated
 from .source import Edit, NotWrittenError
 from .true_step import Truth, compared_output, is_half, mean_of
 
@@ -181,6 +181,7 @@ _AT_POLE = (
     "may stand in its place: none was tried."
 )
 _NOTHING = "0 / 0 is another number with it, and nothing tells whether the right one"
+_LATER = 4  # steps: means and deviations are used from the third on; chosen
 _ENOUGH = 2  # remedies that help; of changes on top of others, one
 _FOR_MORE = 8  # forwards to spend, the default, for what is none of code; chosen
 
@@ -418,8 +419,18 @@ class Trials:
         near = applied.calls.near_zero
         left = left or min(near, key=near.__getitem__, default="")
         left = left or self._of_nothing(applied, result)
+        broken = broken or self._later(applied.patches)
         facts |= {"breaks": broken, "leaves": left, "is_flat": is_flat}
         return {**facts, "stops_gradient": stops}
+
+    def _later(self, patches: Sequence[Patch]) -> str:
+        """A text where what the step keeps is non-finite in one of the next, or ""."""
+        is_asked = self._failure.is_kept and self.replayer.ranks.is_alone
+        if not (is_asked and self.allow(_LATER)):
+            return ""
+        result = self.run([*patches, Repeated(_LATER)])
+        is_bad = result.error is None and not result.is_clean
+        return f"it is non-finite within {_LATER} such steps" * is_bad
 
     def _unusual(self, loss: float | None) -> tuple[float, float] | None:
         """See `Remedy.usual`."""
