@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.modules import stepped_by
-from ..base.text import dtype_name
+from ..base.text import counted, dtype_name
 from ..base.tree import path_text, tensors
 from ..guard.optimizers.held_optimizers import optimizers_in
 from ..guard.report import notes
@@ -169,10 +169,32 @@ def explain_seen_update(
     (stat,) = scan([parameter.grad])
     largest = stat.abs_max or 0.0
     size = f"finite, up to {largest:.3g} in magnitude" if largest else "0 throughout"
-    found.evidence.append(f"the gradient of {name} is {size}")
+    found.evidence.append(given := f"the gradient of {name} is {size}")
     group, state = dict(optimizer.param_groups[place]), first.fqn.removeprefix(name)
     again = _Again(optimizer, group, parameter, parameter.grad, state, kept)
-    return _made_again(again, place, found) or found
+    made = _made_again(again, place, found) or found
+    if made.cause == UNDEFINED.name and not (made.reason or largest):
+        made.reason = _of_zeros(parameters, kept)
+        made.evidence.remove(given)
+    return made
+
+
+def _of_zeros(parameters: Mapping[str, torch.Tensor], kept: OptimizerSnapshot) -> str:
+    """Names the matrices that were 0, where a weight's gradient is 0 throughout."""
+    given = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+    num = len(_zeros_in(given)) - 1
+    others = f", as those of {counted(num, 'other weight')}" * bool(num)
+    before = {n: kept.held(p) for n, p in parameters.items() if p.dim() > 1}
+    zeros = _zeros_in({n: p for n, p in before.items() if p is not None})
+    more = f" and {counted(len(zeros) - 1, 'other weight')}" * (len(zeros) > 1)
+    was = "were" if more else "was"
+    are = f", and `{zeros[0]}`{more} {was} 0" if zeros else ""
+    return f"its gradient is 0 throughout{others}{are}"
+
+
+def _zeros_in(named: Mapping[str, torch.Tensor]) -> list[str]:
+    stats = scan(each.detach() for each in named.values())
+    return [n for n, s in zip(named, stats, strict=True) if s.abs_max == 0]
 
 
 @dataclass(frozen=True)

@@ -617,6 +617,19 @@ def test_rows_whose_gradient_is_0_are_counted():
 
 
 @pytest.mark.explains
+def test_a_gradient_of_0_is_named_with_the_weights_that_were_0():
+    model = nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(3)))
+    nn.init.zeros_(model[2].weight)
+    optimizer = RescaledRows(model.parameters())
+    with OverflowGuard(model, optimizer, "skip") as guard:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        first = str(guard.last_report).splitlines()[0]
+    others = "as those of 1 other weight, and `2.weight` was 0."
+    assert first.endswith(f": its gradient is 0 throughout, {others}")
+
+
+@pytest.mark.explains
 def test_in_an_optimizers_step_eps_stands_outside_of_the_root():
     """No gradient goes through it, and inside of the root it would be as large."""
     model, optimizer = make(InverseRoot)
