@@ -39,6 +39,7 @@ from ..guard.report.gist import plain_number
 from .bad_step import BadStep
 from .bounds import LONGER, TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
 from .calls import Call
+from .named_tensors import names_of
 from .weight_growth import drift_of
 
 _OF_NUMBERS = (UNDEFINED.name, SINGULAR_GRADIENT.name)  # such as of a 0
@@ -62,6 +63,7 @@ def news_of(step: BadStep, found: Explanation) -> str:
             _of_own_input(step),
             _of_sizes(step) if found.is_overflow else (),
             filter(None, [drift_of(step, step.reached if is_open else ())]),
+            _of_named(step, found),
             *((_of_weights(step), _of_trend(step)) if is_open else ()),
             _of_labels(step, found),
             _of_mask(step),
@@ -330,6 +332,24 @@ def _of_weights(step: BadStep) -> Iterator[str]:
 
 def _steps_before(number: int) -> str:
     return "the step before" if number == 1 else f"the {number} steps before"
+
+
+def _of_named(step: BadStep, found: Explanation) -> Iterator[str]:
+    """A small weight or buffer that the reason names, which was above 0 at first."""
+    told = " ".join([found.reason, *found.evidence])
+    for _, name, weight in names_of(step.models):
+        owner, _, own = name.rpartition(".")
+        is_own = owner == found.module and f"{own} is " in told
+        first = step.last_steps.first.get(name)
+        if first is None or not (is_own or f"`{name}[" in told):
+            continue
+        below, zeros = (int(f(weight.detach(), 0).sum()) for f in (torch.lt, torch.eq))
+        is_new = first.shape == weight.shape and bool((first > 0).all())
+        num = below or zeros
+        if num and is_new and weight.numel() > 1:
+            what = f"{num} of {weight.numel()} values of `{name}`"
+            are = f"{'is' if num == 1 else 'are'} {'below ' * (below > 0)}0"
+            yield f"{what} {are}, none when the guard began"
 
 
 def _of_trend(step: BadStep) -> Iterator[str]:

@@ -86,11 +86,11 @@ def drift_of(step: BadStep, reached: Collection[str]) -> str:
         step: The step.
         reached: The names of those of which their size is told.
     """
-    for _, name, weight in names_of(step.models):
+    for kind, name, weight in names_of(step.models):
         first = step.last_steps.first.get(name)
-        if first is None or name.endswith("bias") or not is_readable(weight):
+        if kind == "buffer" or name.endswith("bias") or not is_readable(weight):
             continue  # FSDP has taken the memory of its weights
-        if first.shape != weight.shape:
+        if first is None or first.shape != weight.shape:
             continue
         now, was = (_largest(each.detach().float()) for each in (weight, first))
         is_lost = weight.numel() == 1 and weight.dim() < 2

@@ -333,6 +333,13 @@ DRIFTS = {
     "a gain as many have it": (1.0, 3.0, lambda m, x: m(x) / 0 * m.scale),
     "a weight of one column": ([[2.5]], -3.0, lambda m, x: m(x) / 0),
     "a bias": (2.5, -3.0, lambda m, x: m.bias.log() + m(x)),
+    "to 0, one of several": ([3.0, 5.0], -3.0, lambda m, x: m(x) / m.scale.abs().min()),
+    "below 0": ([2.0, 3.0], -4.0, lambda m, x: (m(x) * m.scale.sqrt()).sum()),
+    "below 0, and it is not named": (
+        [2.0, 3.0],
+        -4.0,
+        lambda m, x: m(x * m.scale[0]) / 0,
+    ),
 }
 TOLD = {
     "through 0": "`scale` is -0.5; it was 2.5 when the guard began",
@@ -341,6 +348,8 @@ TOLD = {
     "to a large number": "`scale` is 99.5; it was 0.5 when the guard began",
     "to a small one": "`scale` is 3e-05; it was 3 when the guard began",
     "several": "`scale` is up to 100; it was up to 1 when the guard began",
+    "to 0, one of several": "1 of 2 values of `scale` is 0, none when the guard began",
+    "below 0": "2 of 2 values of `scale` are below 0, none when the guard began",
 }
 
 

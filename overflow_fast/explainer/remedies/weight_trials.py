@@ -9,7 +9,7 @@ import torch
 from ...base.modules import module_of_parameter
 from ...base.torch_ops import base_of, has
 from ...guard.report.remedy import Remedy
-from ..named_tensors import names_of, pattern_of
+from ..named_tensors import modules_by_name, names_of, pattern_of
 from .failure import Failure
 from .patches import OtherWeights, ScaledWeights
 from .trials import Attempts, Trial, Trials
@@ -44,12 +44,15 @@ def repair_trials(failure: Failure, trials: Trials) -> Attempts:
     module, op = failure.found.module, failure.found.op
     if op is None or len(trials.replayer.models) > 1:
         return
-    zeros = dict[str, torch.Tensor]()
+    zeros, modules = dict[str, torch.Tensor](), modules_by_name(trials.replayer.models)
     for kind, name, tensor in names_of(trials.replayer.models):
         owner, _, own = name.rpartition(".")
         value = tensor.detach()
         if "batch_norm" in op.name and owner == module and own == "running_var":
-            text = f"set the negative values of {name} to 1, as in a new layer"
+            text = f"set to 1, as in a new layer, the negative values of {name}"
+            momentum = getattr(modules[owner], "momentum", None) or 0.0
+            if 0 <= momentum <= 1:  # the layer's own updates leave none
+                text += ", which other code has written and may write again"
             remedy, is_bad = Remedy(text, _NEGATIVE.format(name)), value < 0
             if bool(is_bad.any()):
                 yield Trial(remedy, OtherWeights({name: value.masked_fill(is_bad, 1)}))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import named_parameters, stepped_by
+from ...base.modules import named_buffers, named_parameters, stepped_by
 from ...base.tensors import is_readable
 
 _NUMBERS = (float, int, tuple, list)
@@ -36,7 +36,8 @@ class LastSteps:
         models: The models, by what their modules' names begin with.
 
     Attributes:
-        first: Small weights, by name, as they are now, which is before the first step.
+        first: Small weights and buffers, by name, as they are now, which is before the
+            first step.
     """
 
     def __init__(self, models: Mapping[str, nn.Module] | None = None) -> None:
@@ -44,7 +45,7 @@ class LastSteps:
         self.first = {
             f"{prefix}{name}": each.detach().clone()
             for prefix, model in (models or {}).items()
-            for name, each in named_parameters(model)
+            for name, each in (*named_parameters(model), *named_buffers(model))
             if is_readable(each) and each.is_floating_point()
             if 0 < each.numel() <= _SMALL
         }

@@ -35,7 +35,7 @@ from ..unit import Unit
 from ..value_errors import is_of_values
 from ..verdict.bad_frames import BadFrame
 from ..verdict.verdict import Verdict
-from ..watching.watch import ModelWatch
+from ..watching.watch import ModelWatch, models_of
 from .gate import Gate
 from .later import Later
 from .request import Request
@@ -91,6 +91,8 @@ class Replays:
         self.gate = gate
         self.share = TimeShare()
         self.later = Later()
+        is_asked = guard.config.explain.when != "never"
+        self._last_steps = LastSteps(models_of(guard.watches) if is_asked else None)
         self._new_watches = guard.full_watches
         self._unlocked = unlocked
         self._on_spent = on_spent
@@ -134,7 +136,7 @@ class Replays:
         with self._unlocked(), self.share.spending(), self.gate.alone() as is_alone:
             if is_alone:
                 own = self.config, watches, kept, self._new_watches
-                yield outer("explainer")(*own, list, LastSteps(), False)
+                yield outer("explainer")(*own, list, self._last_steps, False)
             else:
                 yield None
         self._on_spent(perf_counter() - begin)
