@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from ..guard.report.report import NonFiniteError, Report
+from ..guard.report.report import NonFiniteError
 from ..torch_internals.registry import callers
 from .kept_step import KeptStep
 from .patched_methods import JudgedMethod, PatchedMethod
@@ -43,7 +43,6 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
     ) -> None:
         super().__init__(evaluation=evaluation, **arguments)
         self._evaluated = 0  # batches of the evaluation that runs
-        self._last_seen: Report | None = None
         self._steps: list[PatchedMethod] = []
         self._has_warned_of_filter = False
 
@@ -57,7 +56,7 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         model = kwargs["model"] if engine is None else engine
         guard = self.attach_guard(model, kwargs["optimizer"])
         guard.step = state.global_step
-        self._last_seen, self._has_warned_of_filter = None, False
+        self._has_warned_of_filter = False
         if trainer is not None:
             kept = KeptStep(
                 *(trainer, "compute_loss", guard, ("log",), _is_training),
@@ -96,9 +95,8 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
         """Checks the state to be saved; warns of a loss that Trainer's log hides."""
         self._check_before_saving(args, control)
         report = None if self.guard is None else self.guard.last_report
-        if report is None or report is self._last_seen:
+        if report is None or report.moment == "evaluation":  # of no loss of a step
             return
-        self._last_seen = report
         hides = args.logging_nan_inf_filter and report.verdict.reaches_loss
         if hides and not self._has_warned_of_filter:
             self._has_warned_of_filter = True

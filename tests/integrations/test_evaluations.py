@@ -93,6 +93,7 @@ def test_a_bad_value_of_an_evaluation_is_logged_with_its_batch_and_rows(
     assert f"sample {BAD_ROW} of 4" in note
     assert not asked
     assert note.split(";")[0] in " ".join(caplog.text.split())
+    assert "does not show this loss" not in caplog.text  # that of training is finite
 
 
 @pytest.mark.parametrize("run", RUNS)
