@@ -42,7 +42,7 @@ class Ledger:
         requests: Counts requests.
         last_report: The report of the last bad unit, or None.
         num_bad: The number of bad units.
-        num_bad_in_row: Those since the last finite round, but for requests.
+        num_bad_in_row: The bad steps since the last finite round.
     """
 
     def __init__(self, guard: GuardCore) -> None:
@@ -67,10 +67,8 @@ class Ledger:
     def count(self, unit: Unit, report: Report) -> None:
         """Counts a bad unit and its action; too many skips in a row raise."""
         self.num_bad += 1
-        if unit.kind.is_in_row:
-            self.num_bad_in_row += 1
-        else:
-            self.requests.num_bad += 1
+        self.num_bad_in_row += unit.kind.is_in_row
+        self.requests.num_bad += unit.kind.is_request
         self.last_report = report
         if unit.hook is not None:
             if report.action == "skip":
@@ -94,7 +92,7 @@ class Ledger:
 
     def write(self, unit: Unit, report: Report, is_own: bool) -> None:
         """Writes a report to evidence, log and flight record."""
-        if unit.kind.is_in_row:
+        if not unit.kind.is_request:
             self._line = None
         if unit.kind.is_last:
             self.record_step(unit.number, None)
@@ -115,11 +113,11 @@ class Ledger:
             return
         if report.action == "raise":
             raise NonFiniteError(report)
-        if not unit.kind.is_in_row:
+        if unit.kind.is_request:
             _log.warning("%s", unit.line(report))
         elif is_own:
             with self._isolation.isolated():
-                self._alarms.warn(report, self.num_bad_in_row)
+                self._alarms.warn(report, self.num_bad_in_row * unit.kind.is_in_row)
 
     def tell_late(self, unit: Unit, report: Report) -> None:
         """Adds an explanation that has come late to the evidence, and logs its line."""

@@ -42,8 +42,8 @@ class UnitKind:
         may_skip: The optimizer's step can be left out, or undone.
         doubts: Its optimizer is about to step: what it makes may have to be judged.
         ends_finite: Where it is finite, that is counted and logged.
-        is_in_row: It is one of the steps in a row, and its round has one line of the
-            log. Requests come in no order: each has a line of its own.
+        is_in_row: It is one of the steps in a row.
+        is_request: Requests come in no order: each has a line of the log of its own.
         is_last: The program may end with it: it ends the flight record's line. Where
             the loop catches the exception and goes on, the step keeps its number and
             has a second line, in the log too.
@@ -58,6 +58,7 @@ class UnitKind:
     doubts: bool = False
     ends_finite: bool = True
     is_in_row: bool = True
+    is_request: bool = False
     is_last: bool = False
 
 
@@ -65,7 +66,7 @@ STEP = UnitKind("before", may_skip=True, doubts=True)
 UPDATE = UnitKind("before", runs_again=False, may_skip=True, ends_finite=False)
 LATE = UnitKind("after", is_scanned=False, can_restore=False)
 CHECK = UnitKind("check", can_restore=False)
-EVALUATION = UnitKind("evaluation", is_shared=False, is_scanned=False)
+EVALUATION = UnitKind("evaluation", is_shared=False, is_scanned=False, is_in_row=False)
 RAISED = UnitKind("raised", is_shared=False, ends_finite=False, is_last=True)
 REQUEST = UnitKind(
     "evaluation",
@@ -73,6 +74,7 @@ REQUEST = UnitKind(
     is_scanned=False,
     can_restore=False,
     is_in_row=False,
+    is_request=True,
 )
 
 

@@ -237,3 +237,17 @@ def test_an_explanation_that_fails_is_one_of_the_forward(monkeypatch):
     x = torch.full((4, 3), float("nan"))
     (note,) = stopped(guard, lambda: model(x)).explanation.notes
     assert note.startswith("The forward was not explained: TypeError")
+
+
+def test_a_bad_step_behind_one_is_the_first_in_a_row_and_logged_in_full(caplog):
+    model, optimizer, guard = made("warn", explain=False)
+    bad = torch.full((4, 3), float("inf"))
+    with guard:
+        for _ in range(2):
+            with torch.no_grad():
+                model(bad)
+        model(bad).sum().backward()
+        optimizer.step()
+    assert "in a row" not in caplog.text
+    *_, last = (text for text in caplog.messages if "Step 1: " in text)
+    assert "The optimizer step was made" in last and "of this place" not in last

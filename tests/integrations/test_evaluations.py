@@ -114,3 +114,18 @@ def test_training_goes_on_behind_it(tmp_path):
 
 def test_other_values_are_refused(as_kept):
     as_kept.error(ValueError, guard_callback, evaluation="raise")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_alarms_after_the_first_name_their_batch_too_and_are_no_steps(
+    run, tmp_path, caplog, monkeypatch
+):
+    rows = batches()
+    rows[4 * (BAD_BATCH + 1)] = float("inf")
+    monkeypatch.setitem(globals(), "batches", lambda: rows)
+    with caplog.at_level(logging.WARNING, "overflow_fast"):
+        RUNS[run](tmp_path, on_overflow="skip")
+    assert "in a row" not in caplog.text
+    short = [text for text in caplog.messages if "2nd alarm of this place" in text]
+    (text,) = short
+    assert f"It is of batch {BAD_BATCH + 1} (from 0) of an evaluation" in text

@@ -21,22 +21,23 @@ class AlarmLog:
     """
 
     def __init__(self) -> None:
-        self._places: Counter[tuple[str, str, str]] = Counter()
+        self._places: Counter[tuple[bool, str, str, str]] = Counter()
 
     def warn(self, report: Report, num_in_row: int) -> None:
         """Logs the report of a bad step, unless it is a repetition to leave out.
 
         Args:
             report: The report.
-            num_in_row: The number of bad steps in a row, this one included.
+            num_in_row: The number of bad steps in a row, this one included; 0 for what
+                is no step.
         """
         first = report.verdict.first
         assert first is not None
-        place = first.kind, first.fqn, first.label
+        place = report.moment == "evaluation", first.kind, first.fqn, first.label
         if len(self._places) < _MAX_PLACES or place in self._places:
             self._places[place] += 1
         of_place = self._places[place]
-        if num_in_row == 1 and of_place == 1:
+        if num_in_row <= 1 and of_place == 1:
             _log.warning("%s", report)
             return
         count, noun = (
