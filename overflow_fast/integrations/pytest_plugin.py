@@ -107,5 +107,5 @@ def _judge(guard: OverflowGuard) -> None:
         guard.check()
         return
     except NonFiniteError as error:
-        text = str(error)
+        text = str(error.report)  # in full: the test is over, and holds no error
     pytest.fail(text, pytrace=False)

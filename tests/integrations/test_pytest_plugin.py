@@ -162,6 +162,14 @@ def test_each_ends_as_its_name_says(output):
         assert end == ("FAILED" if "_fails_" in name else "PASSED"), (name, output)
 
 
+def test_what_the_end_of_a_test_finds_is_shown_in_full(output):
+    sections = re.split(r"^_+ (test_\w+) _+$", output, flags=re.M)
+    shown = dict(zip(sections[1::2], sections[2::2], strict=True))
+    for name in ("test_fails_forward", "test_fails_backward"):
+        assert "print(" not in shown[name]
+        assert "values are non-finite." in shown[name]
+
+
 @pytest.mark.parametrize(
     "text",
     [
