@@ -272,6 +272,17 @@ def test_a_matrix_exponential_beyond_float64():
 
 
 @pytest.mark.tries_remedies
+@pytest.mark.parametrize(
+    "divide", [lambda y: y / 0, lambda y: y.div_(0), lambda y: torch.div(y, 0)]
+)
+def test_a_zero_that_the_line_itself_writes_is_given_no_floor(divide):
+    model = net()
+    found = explained(model, lambda: divide(model(x())).mean())
+    assert found.cause == "undefined"
+    assert not any("count" in each.text for each in found.remedies)
+
+
+@pytest.mark.tries_remedies
 def test_a_number_of_python_that_is_zero(as_kept):
     model, count = net(), 0
 

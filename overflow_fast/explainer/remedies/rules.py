@@ -20,6 +20,7 @@ is one row.
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ import torch
 
 from ...base.torch_ops import has, op_of
 from ..torch_calls import TorchCall, Value
+from .source import node_at
 
 # The logarithm of a value, by how the value was made, and the remedy in words.
 # fmt: off
@@ -172,7 +174,11 @@ def _is_cold(call: TorchCall) -> bool:
 
 
 def _is_by_count(call: TorchCall) -> bool:
-    return type(call.operands[1]) is int
+    count, node = call.operands[1], node_at(call.sites[0])
+    parts = ast.iter_child_nodes(node) if isinstance(node, ast.AST) else ()
+    # A 0 that the line itself writes counts nothing: it is the cause.
+    is_written = any(isinstance(e, ast.Constant) and e.value == count for e in parts)
+    return type(count) is int and not is_written
 
 
 def _narrows(call: TorchCall) -> bool:
