@@ -30,6 +30,10 @@ from .watching.watch import models_of
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
+_SOON = (
+    f"Not replayed: another was replayed less than {_STEPS_BETWEEN} steps before. "
+    "`explain=True` replays each."
+)
 _ALONE = (
     "The step was not replayed: an exception has ended it on this rank, and its "
     "collectives would wait for the others."
@@ -92,8 +96,9 @@ class Explaining:
             *(self._last_steps, compares),
         )
         self._explainer: Explainer | None = None
-        self._places: set[tuple[str, str, str]] = set()
-        self._last: int | None = None
+        # Of steps, and of forwards without autograd, which take none's turn.
+        self._places: set[tuple[bool, str, str, str]] = set()
+        self._last: dict[bool, int] = {}
         self._searching = TimeShare()
 
     def note_step(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -109,8 +114,9 @@ class Explaining:
             verdict: What was found.
             ends: Whether the run ends with it.
         """
-        if not self._is_due(unit.number, verdict, ends):
-            return None
+        why_not = self._why_not(unit, verdict, ends)
+        if why_not is not None:
+            return _noting(why_not) if why_not else None
         if isinstance(unit.call, str) and self._keeper is not None:
             return _noting(unit.call)
         if unit.kind.moment == "raised" and world_size() > 1:
@@ -153,7 +159,7 @@ class Explaining:
             ends: Whether the run ends with it.
             joins: Whether a `Join` has ranks without batches take part.
         """
-        is_due = self._is_due(unit.number, verdict, ends)
+        is_due = self._why_not(unit, verdict, ends) is None
         if self._keeper is None:
             return ReplayOffer(is_due, "keeps no steps (explain, replay_safe or sync)")
         try:
@@ -238,19 +244,21 @@ class Explaining:
             self._explainer = outer("explainer")(*self._arguments)
         return self._explainer
 
-    def _is_due(self, step: int, verdict: Verdict, ends: bool) -> bool:
-        first = verdict.first
+    def _why_not(self, unit: Unit, verdict: Verdict, ends: bool) -> str | None:
+        """Why a step is not explained, "" where that goes without saying; else None."""
+        first, is_apart = verdict.first, unit.kind.moment == "evaluation"
         if self._asked == "never" or self.is_off or first is None:
-            return False
+            return ""
         if self._asked == "always" or ends:
-            return True
-        place = first.kind, first.fqn, first.label
-        is_soon = self._last is not None and step - self._last < _STEPS_BETWEEN
-        if place in self._places or is_soon:
-            return False
+            return None
+        place = is_apart, first.kind, first.fqn, first.label
+        if place in self._places:
+            return ""
+        if unit.number < self._last.get(is_apart, -_STEPS_BETWEEN) + _STEPS_BETWEEN:
+            return _SOON
         self._places.add(place)
-        self._last = step
-        return True
+        self._last[is_apart] = unit.number
+        return None
 
 
 def _noting(text: str) -> Explanation:

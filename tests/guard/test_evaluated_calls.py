@@ -251,3 +251,35 @@ def test_a_bad_step_behind_one_is_the_first_in_a_row_and_logged_in_full(caplog):
     assert "in a row" not in caplog.text
     *_, last = (text for text in caplog.messages if "Step 1: " in text)
     assert "The optimizer step was made" in last and "of this place" not in last
+
+
+def test_one_that_is_explained_leaves_the_first_step_of_a_training_its_own():
+    model, optimizer, guard = made("warn")
+    bad = torch.full((4, 3), float("inf"))
+    with guard:
+        with torch.no_grad():
+            model(bad)
+        assert guard.last_report.explanation.cause == "bad data"
+        guard.run(lambda: model(bad).sum()).backward()
+        optimizer.step()
+        found = guard.last_report
+    assert found.moment == "before" and found.explanation.cause == "bad data"
+
+
+def test_a_step_that_auto_leaves_out_says_why_and_how_it_is_explained():
+    model, optimizer, guard = made("warn")
+    x = torch.ones(4, 3)
+    with guard:
+        for loss in (
+            lambda: model(x * float("inf")).sum(),
+            lambda: model(x).sum() * float("inf"),
+        ):
+            optimizer.zero_grad()
+            guard.run(loss).backward()
+            optimizer.step()
+            model.square.fill_(1.0)
+            with torch.no_grad():
+                model.layer.weight.fill_(1.0), model.layer.bias.fill_(0.0)
+    text = str(guard.last_report)
+    assert "another was replayed less than 100 steps before" in text
+    assert "`explain=True` replays each" in text
