@@ -44,6 +44,8 @@ SCALED_BACK = Bound(2.0)
 # An update, in learning rates, that Adam's betas leave without bound: too low blames
 # betas of what a usual update did.
 UPDATE = Bound(10.0)
+# One by the largest that they allow: too low takes rounding and weight decay for more.
+ROUNDED_UPDATE = Bound(2.0)
 # A batch, by the last one and samples of those before: too low tells of a batch that is
 # not at fault.
 WHOLE_BATCH = Bound(10.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..guard.report import notes
-from ..guard.report.causes import NOT_REPRODUCIBLE
+from ..guard.report.causes import DIVERGENCE, NOT_REPRODUCIBLE
 from ..guard.report.explanation import Explanation
 from ..guard.report.op import Sample
 from .calls import Call, batch_size, why_whole
@@ -58,7 +58,7 @@ def find_sample(
     elif (
         size < 2
         or found.phase not in COMPUTED
-        or found.cause == NOT_REPRODUCIBLE.name
+        or found.cause in (NOT_REPRODUCIBLE.name, DIVERGENCE.name)  # of all samples
         or not replayer.ranks.can_cut(place)
     ):
         index = None

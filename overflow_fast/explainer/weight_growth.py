@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 
 from ..base.tensors import is_readable
+from ..guard.optimizers.last_steps import KEPT
 from ..guard.report.gist import told_number
 from .bad_step import BadStep
-from .bounds import GROWN, SCALED_BACK, UPDATE, VANISHED, WEIGHT
+from .bounds import GROWN, ROUNDED_UPDATE, SCALED_BACK, UPDATE, VANISHED, WEIGHT
 from .named_tensors import names_of
 from .optimizer_step import group_of
 from .tensor_kinds import sizes_and_bad
@@ -24,6 +26,15 @@ _NO_BOUND = (
 _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
+_LOADED = (
+    "{}'s state counts {} steps, and the guard has seen {}: exp_avg_sq from before it, "
+    "such as that of a checkpoint, is too small for these gradients"
+)
+_STATE = (
+    "load an older checkpoint without the optimizer's state, or one that has it in "
+    "float32: in a smaller dtype numbers of exp_avg_sq are 0"
+)
+_WROTE = "load an older checkpoint, and look for code that writes to the weight"
 _RISEN = (
     "load an older checkpoint, and let the learning rate rise less, or clip gradients"
 )
@@ -114,11 +125,13 @@ def _settings(
 ) -> tuple[str, list[str], str]:
     """The learning rates that a weight grew at, evidence of betas, and advice."""
     last, name, flags = list[Mapping[str, Any]](), "", dict[str, Any]()
+    num_made = 0
     for each in step.optimizers:
         place = group_of(each, weight)
         if place is not None:
             last, name = step.last_steps.settings(each, place), type(each).__name__
             flags = each.param_groups[place]
+            num_made = int(each.state.get(weight, {}).get("step", 0))
     rates = [each["lr"] for each in last if type(each.get("lr")) is float]
     if not rates or len(rates) < len(last):
         return "", [], ""
@@ -133,11 +146,32 @@ def _settings(
     if min(rates) < max(rates):
         return f", at learning rates of {min(rates):.3g} to {max(rates):.3g}", [], ""
     betas: Sequence[float] = last[-1].get("betas", ()) if "Adam" in name else ()
-    updates = [abs(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
-    is_open = len(betas) == 2 and betas[0] ** 2 > betas[1] and step.past.between == 1
-    is_open &= not flags.get("amsgrad")  # whose divisor never falls
+    updates = [(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
+    if len(betas) < 2 or step.past.between != 1 or not updates:
+        return f", at a learning rate of {rate:.3g}", [], ""
+    most = _most_of_adam(*betas)
+    is_open = most == math.inf and not flags.get("amsgrad")  # its divisor never falls
     if is_open and len(updates) > 1 and UPDATE.is_passed(updates[-1], 1.0):
         last_one = f", in the last one by {updates[-1]:.3g} times the learning rate"
         evidence = _NO_BOUND.format(max(updates[:-1]), *betas)
         return f"{last_one} {rate:.3g}", [evidence], _BETA
+    if name in ("Adam", "AdamW") and ROUNDED_UPDATE.is_passed(max(updates), most):
+        text = f", in one by {max(updates):.3g} times the learning rate {rate:.3g}"
+        text += f", where {name} with its own averages makes at most {most:.3g}"
+        if len(last) < min(num_made, KEPT):
+            return text, [_LOADED.format(name, num_made, len(last))], _STATE
+        return text, [], _WROTE
     return f", at a learning rate of {rate:.3g}", [], ""
+
+
+def _most_of_adam(beta1: float, beta2: float) -> float:
+    """The largest update of Adam in learning rates, whatever the gradients are.
+
+    By Cauchy and Schwarz, for averages of the same gradients since they were 0; the
+    second one is that of a first step with both corrections.
+    """
+    share = beta1**2 / beta2 if beta2 else math.inf
+    if share >= 1.0 or beta2 >= 1.0:
+        return math.inf
+    late = (1 - beta1) / math.sqrt((1 - beta2) * (1 - share))
+    return max(late, 1 / math.sqrt(1 - share))
