@@ -400,7 +400,8 @@ class Trials:
         facts: dict[str, Any] = {}
         usual = self._failure.usual_loss
         if self.truth is not None:
-            facts = self.truth.compared(loss, result, usual)
+            own = self._failure.losses
+            facts = self.truth.compared(loss, result, usual, own)
         elif 0 < len(result.losses) == len(self._failure.losses):
             facts["plain_loss"] = mean_of(self._failure.losses)
         is_right = facts.get("misses") == ""

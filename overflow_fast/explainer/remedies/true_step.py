@@ -185,7 +185,11 @@ class Truth:
         return max(abs(self.loss), *sizes) < largest
 
     def compared(
-        self, loss: float | None, result: ReplayResult, usual: float | None
+        self,
+        loss: float | None,
+        result: ReplayResult,
+        usual: float | None,
+        own: Sequence[float] = (),
     ) -> dict[str, Any]:
         """The fields of a remedy that say how far it misses the truth.
 
@@ -194,6 +198,7 @@ class Truth:
             result: The replay with it, of the step or its first micro-batches.
             usual: The median loss of the steps before; None if there is none. Far below
                 it, a loss is what terms that cancel leave.
+            own: The losses of the step without the remedy, where they are finite.
         """
         if loss is None:
             return {}
@@ -203,6 +208,8 @@ class Truth:
             return {"true_loss": true, "misses": "loss"}
         # A loss far below the usual one is what terms that cancel leave.
         least = self.near * (1.0 if usual is None else usual)
+        if len(own) == num:  # of a loss no remedy keeps more than the step itself
+            least = max(least, abs(mean_of(own) - true) / self.near)
         error = abs(loss - true) / max(abs(true), least)
         moved = None
         if num == len(self.losses) and self.has_slopes:
