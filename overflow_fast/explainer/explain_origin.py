@@ -36,6 +36,7 @@ from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of, pattern_of
 from .op_call import WRITTEN, OpCall, Source
+from .program_globals import warned_lines
 from .tensor_kinds import (
     INF,
     NAN,
@@ -352,15 +353,18 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
     if call is not None and tensor is not None and call.was_written(tensor):
         began = f"{held} when the replay began{at}"
         return _held("", name, f"{began}; it was written to since the step began")
-    if not isinstance(call, ModelCall):
-        if name.startswith("batch"):  # else it is the program's own variable
-            return _held("data", name, f"`{name}` holds {what}{at}")
-        return _held("data", name, f"{held} before the forward{at}")
-    text = f"{held} when the model received it from {caller}{at}"
-    if call.follows_others:
+    text = f"{held} before the forward{at}"
+    if isinstance(call, ModelCall):
+        text = f"{held} when the model received it from {caller}{at}"
+    elif name.startswith("batch"):  # else it is the program's own variable
+        text = f"`{name}` holds {what}{at}"
+    if isinstance(call, ModelCall) and call.follows_others:
         text += f"; {caller} may have computed it from outputs of the forwards before"
         return _held("", name, text, between)
-    return _held("data", name, text)
+    found = _held("data", name, text)
+    if warned := some(warned_lines(), _FEW):
+        found.advice = f"look at what numpy has warned of in this process: {warned}"
+    return found
 
 
 def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:

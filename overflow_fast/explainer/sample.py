@@ -44,15 +44,16 @@ def find_sample(
     Returns:
         The replay of the other samples, if one was found so.
     """
-    call = replayer.calls[place]
+    call, source = replayer.calls[place], root_op.source
     size = batch_size(call)
+    if size is None and isinstance(source, Leaf) and not why_whole(call):
+        size = _usual_size(call)
     if size is None or found.phase == "weights":
         why = why_whole(call)
         if why:
             found.notes.append(f"The samples of the batch were not compared: {why}.")
         return None
     found.num_samples, others = size, None
-    source = root_op.source
     if isinstance(source, Leaf):
         index = _only_bad(source.tensor, size) if source.kind == "batch" else None
     elif (
@@ -90,6 +91,13 @@ def find_sample(
         text = "" if outlier is None else outlier.text
         found.sample = Sample.of(index, dataset, text)
     return others
+
+
+def _usual_size(call: Call) -> int | None:
+    """The size of dimension 0 of most tensors, where others hold all labels in one."""
+    sizes = [len(tensor) for _, tensor in call.leaves() if tensor.dim()]
+    most = max(sizes, key=sizes.count, default=0)
+    return most if 2 * sizes.count(most) > len(sizes) > 2 else None
 
 
 def _only_bad(tensor: torch.Tensor | None, size: int) -> int | None:

@@ -520,7 +520,7 @@ def test_a_loss_of_terms_that_cancel_is_right_as_far_as_the_step_s_own(loss_of):
     x[-1, 0, 0] = 300.0
     model = Holder()
     found = stopped(model, loss_of, x, torch.optim.SGD(model.parameters(), lr=0.0))
-    assert ", the forward is finite all the same" in str(found)
+    assert "; the forward is finite all the same" in str(found)
     first = found.remedies[0]
     assert first.is_recommended and first.text.startswith("clamp the argument")
 

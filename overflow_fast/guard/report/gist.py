@@ -25,13 +25,13 @@ from collections.abc import Sequence
 
 from ...base.text import capitalized, counted
 from ...base.torch_ops import base_of, op_of
-from .causes import ROUNDING, SINGULAR_GRADIENT, UNDEFINED, UNDERFLOW, Cause
+from .causes import ROUNDING, UNDEFINED, UNDERFLOW, Cause
 from .findings import Findings
 from .op import Op
 
 BETWEEN = "between backward and the optimizer's step"
 _LEFT_OUT = "the forward leaves it out, and its gradient is not finite"
-_FINITE = ", the forward is finite all the same, and its gradient is not"
+_FINITE = "; the forward is finite all the same, its gradient is not"
 _HALF = ("float16", "bfloat16")
 _LONGEST_CALL = 40  # characters of an expression that a line names in code
 _LONGEST_REASON = 150  # characters; a longer clause ends at its first colon
@@ -73,10 +73,9 @@ def gist_of(found: Findings) -> str:
         also=f"; {clause}" if clause else "",
     )
     text = capitalized(text) if text.startswith("the ") else text
-    is_told = found.cause == SINGULAR_GRADIENT.name
     where = f", {BETWEEN}" * found.is_behind_backward
-    where += _FINITE * (found.is_seen_in_backward and not is_told)
-    return f"{text}{where}{_sample_text(found)}{on_rank(found)}"
+    seen = _FINITE * (found.is_seen_in_backward and found.is_overflow)
+    return f"{text}{where}{_sample_text(found)}{on_rank(found)}{seen}"
 
 
 def parted(text: str) -> tuple[str, str]:

@@ -182,7 +182,8 @@ class ReportText:
         report = self.report
         is_noted = self._is_noted(IN_LOOP) or self._is_noted(BETWEEN_FORWARDS)
         found = self.explanation
-        how = report.step, self._is_cured, report.is_beyond_repair, is_noted
+        is_told = self._is_cured or self._is_of_sample
+        how = report.step, is_told, report.is_beyond_repair, is_noted
         given = "" if found is None else found.advice
         advice = advice_for(self.verdict, *how, given)
         if not (advice or self._is_cured or found is None):
