@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.torch_ops import has, is_sum
+from ..base.torch_ops import has, is_sum, op_of
 from ..guard.report.gist import applied_text, spoken_name, sum_text, told_number
 from .budget import Budget
 from .leaves import Leaf
@@ -220,11 +220,28 @@ class _Walk:
         least = min(given, key=lambda each: float(each.values.abs()))
         if abs(least.values) < _SMALL or _is_near(least.values, made.values):
             return self.makers(least, op)
+        text = self._applied(op, made, given)
+        return [Maker(op, made, text)] if text else []
+
+    def _applied(self, op: OpCall, made: Numbers, given: Sequence[Numbers]) -> str:
+        """The numbers that one was made of, as "0.51 * 2 is 1.02"; "" if not known."""
         numbers = [float(e) for e in _arguments(op, made, given) if e is not None]
         if len(numbers) < len(op.args):
+            return ""
+        return f"{applied_text(op.name, numbers)} is {made.spoken}{self._line(op)}"
+
+    def _products(self, number: Numbers, reader: OpCall) -> list[str]:
+        """How one number was made by products, back to a function of one number."""
+        (op, part), *others = writers_of(number, reader)
+        if op is None or others or not is_each(op):
             return []
-        text = f"{applied_text(op.name, numbers)} is {made.spoken}{self._line(op)}"
-        return [Maker(op, made, text)]
+        is_product = op_of(spoken_name(op.name)).sign in ("*", "/", "**")
+        given = self._read(op, part) if is_product or len(op.args) == 1 else None
+        text = self._applied(op, part, given) if given else ""
+        if not given or not text or any(len(each.at) > 1 for each in given):
+            return []
+        largest = max(given, key=lambda each: float(each.values.abs()))
+        return [text, *(self._products(largest, op) if is_product else ())]
 
     def _below_zero(
         self, op: OpCall, made: Numbers, given: Sequence[Numbers]
@@ -242,6 +259,9 @@ class _Walk:
                 rest = told_number(float(made.values))
                 held = [self._held_at(each, op) for each in given]
                 of = f", of {' and '.join(held)}" if all(held) else ""
+                if not of and len(given) == 1:  # it was subtracted from a number
+                    made_of = ", ".join(self._products(given[0], op))
+                    of = f", where {made_of}" if made_of else ""
                 text = f"{sum_text(one, other, sign)} is {rest}{self._line(op)}{of}"
                 return [Maker(op, made, text)]
         is_factor = has(op.base, "bilinear") or has(op.base, "divides")

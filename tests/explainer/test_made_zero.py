@@ -207,6 +207,16 @@ MADE = {
             [[0.0, 1.0, 2.0]] * 3 + [[4.0, 0.0, 1.0], [0.0, 1.0, 2.0]]
         ),
     ),
+    "1 less a square of a scaled number": (
+        lambda x, y: (1 - ((y * 0 + 0.6).tanh() * 2) ** 2).log(),
+        r"1 - 1.15369 is -0.154, where 1.07 \*\* 2 is 1.15, 0.537 \* 2 is 1.07, "
+        r"tanh\(0.6\) is 0.537",
+    ),
+    "1 less a scaled quotient": (
+        lambda x, y: (1 - 3 * x / x.detach().norm()).sqrt() + 0 * y,
+        r"1 - 1.11292 is -0.113, where 2.99 / 2.69 is 1.11, 0.997 \* 3 is 2.99",
+        lambda: with_row(0.9),
+    ),
     "numbers less 3": (lambda x, y: (y - 3).sqrt(), r"0.752361 - 3 is -2.25"),
     "what a loss gives less than its mean": (
         lambda x, y: -2 * (y.exp()[0, 0] - y.exp().mean() - 1e3).rsqrt(),
