@@ -44,6 +44,18 @@ def test_a_floor_of_data_is_below_all_else_in_it(tmp_path):
     assert "torch.log(input) - torch.log(target.clamp(min=0.1))" in remedy.code
 
 
+@pytest.mark.parametrize("read", ["shares[rows]", "shares.gather(0, rows)"])
+def test_a_floor_of_a_buffer_is_below_all_else_in_it(read, tmp_path):
+    """The batch has a row of which it holds 0."""
+    code = (
+        "import torch\nshares = torch.tensor([3.0, 0.0, 1.0, 4.0]) / 8\n"
+        f"def loss_of(rows, w):\n    return (w.exp()[0] * torch.log({read})).mean()\n"
+    )
+    module, _ = module_of(tmp_path, code)
+    remedy = explained(module.loss_of, torch.tensor([0, 2, 1, 3])).remedies[0]
+    assert remedy.is_recommended and ".clamp(min=0.1))" in remedy.code
+
+
 def test_a_floor_of_what_was_computed_is_that_of_its_dtype(tmp_path):
     code = "import torch\ndef loss_of(x, w):\n    return torch.log(x * w).mean()\n"
     remedy = explained(module_of(tmp_path, code)[0].loss_of, X).remedies[0]

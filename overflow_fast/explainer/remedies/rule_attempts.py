@@ -171,7 +171,8 @@ def masked_trials(failure: Failure, trials: Trials) -> Attempts:
         made = [each for call in selected for each in calls_before(call)]
         of_data = [each for each in made if {*each.inputs[:1]} & {*way}]
         masks = [each for each in of_data if each.results[0].dtype is torch.bool]
-        if _data_of(failed, failure, trials) is not None:
+        leaves = trials.calls[failure.place].leaves()
+        if any(each is _data_of(failed) for _, each in leaves):
             yield from _on(SELECTED, masks[:1], failure, trials)
 
 
@@ -182,11 +183,14 @@ def _met_zero(failure: Failure) -> list[TorchCall]:
     return [call for call in failure.failing_calls if is_zero and call.inputs]
 
 
-def _data_of(call: TorchCall, failure: Failure, trials: Trials) -> torch.Tensor | None:
-    """The tensor of the batch that a call's last argument was only moved from."""
+def _data_of(call: TorchCall) -> torch.Tensor | None:
+    """The tensor of before the step, no weight, that a call's last argument is of.
+
+    That was only moved, as by an index into a buffer.
+    """
     *_, first = call.inputs[-1], *_moved_from(call.inputs[-1])
-    leaves = trials.calls[failure.place].leaves()
-    return next((each for _, each in leaves if each is first.tensor), None)
+    is_given = first.call is None and not first.requires_grad
+    return first.tensor if is_given else None
 
 
 def _before_package(value: Value) -> Value | None:
@@ -212,7 +216,7 @@ def guard_trials(failure: Failure, trials: Trials) -> Attempts:
     for failed in (*own, *filter(None, [made])):
         if failed.key in trials.applied.keys:
             continue
-        small = _small_number(failed, failure, trials) if failed in own else 0.0
+        small = _small_number(failed, failure) if failed in own else 0.0
         for rule in GUARDS:
             if trials.is_settled:
                 return
@@ -236,7 +240,7 @@ def _moved(trials: Trials) -> bool:
     return (trials.remedies[-1].moves_results or 0.0) > SAME
 
 
-def _small_number(failed: TorchCall, failure: Failure, trials: Trials) -> float:
+def _small_number(failed: TorchCall, failure: Failure) -> float:
     """A number that is small beside the others which a call was given, or 0.
 
     Of data it is the least one above 0, else a share of the largest divisor, where a
@@ -244,7 +248,7 @@ def _small_number(failed: TorchCall, failure: Failure, trials: Trials) -> float:
     """
     op = failure.found.op
     if failed.plain_name.startswith("log"):
-        data = _data_of(failed, failure, trials)
+        data = _data_of(failed)
         above = torch.empty(0) if data is None else data[data > 0]
         return float(above.min()) if len(above) else 0.0
     if op is None or not op.outputs or not op.outputs[0].num_inf:
