@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from overflow_fast import NonFiniteError, OverflowGuard, explain
 from overflow_fast.explainer.calls import Call
 from overflow_fast.explainer.explain_origin import tell_float64
-from overflow_fast.explainer.remedies.attempts import note_rounding
+from overflow_fast.explainer.remedies.attempts import _rank, note_rounding
 from overflow_fast.explainer.remedies.failure import Failure
 from overflow_fast.explainer.remedies.rules import LINKS
 from overflow_fast.explainer.remedies.true_step import Truth, in_float64
@@ -25,7 +25,7 @@ from overflow_fast.guard.report.causes import EMPTY_REDUCTION
 from overflow_fast.guard.report.explanation import Explanation
 from overflow_fast.guard.report.op import Op, TensorSummary
 from overflow_fast.guard.report.op_words import in_float64_text
-from overflow_fast.guard.report.remedy import Remedy, Worth
+from overflow_fast.guard.report.remedy import Elsewhere, Remedy, Worth
 from overflow_fast.options import Explain
 
 
@@ -494,6 +494,10 @@ def test_gradients_that_are_wrong_are_a_miss_though_the_loss_is_right():
         return truth.compared(remedy.loss, result, None)
 
     assert compared(3.0, 4.1)["misses"] == ""
+    nothing = Truth([0.0], plain, near=1e-2)
+    result = ReplayResult(gradients=plain)
+    result.losses = [torch.tensor(0.0)]
+    assert nothing.compared(0.0, result, 0.0)["error"] == 0
     found = compared(3.0, 0.0)
     assert found["misses"] == "gradients" and found["error"] == pytest.approx(0.8)
     assert "gradients 80% off" in replace(remedy, **found).outcome
@@ -533,6 +537,15 @@ def test_a_change_of_a_loss_that_was_finite_is_said():
     (clamp,) = (each for each in found.remedies if "clamp" in each.text)
     assert "instead of 0.4479" in clamp.outcome
     assert clamp is not found.remedies[0]
+
+
+@pytest.mark.parametrize(("near", "first"), [(0.0, 1), (1e-2, 0)])
+def test_what_changes_less_than_half_precision_rounds_changes_nothing(near, first):
+    """Such as a larger epsilon, which is one number in the line."""
+    epsilon = Remedy("", is_finite=True, elsewhere=Elsewhere(moved=0.0018))
+    choice = Remedy("", is_finite=True, moves_results=0.0)
+    tried = [epsilon, choice]
+    assert sorted(tried, key=lambda each: _rank(each, near))[0] is tried[first]
 
 
 SHARES = """

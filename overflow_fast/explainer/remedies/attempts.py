@@ -26,6 +26,7 @@ from ...guard.report.causes import (
 from ...guard.report.notes import NOT_MEASURED
 from ...guard.report.op_words import retell_float64
 from ...guard.report.remedy import Elsewhere, Remedy
+from ..bounds import tolerance
 from ..explain_origin import explain_root_op
 from ..replayer import Patch, Replayer, ReplayResult
 from ..rounding import NO_HELP
@@ -119,7 +120,9 @@ def find_remedies(
         _go_on(failure, trials, _MOST_TOGETHER - 1)
         _try_alone(trials)
     _measure_elsewhere(failure, trials)
-    found.remedies = sorted([*found.remedies, *trials.remedies], key=_rank)
+    near = 0.0 if failure.half is None else tolerance([failure.half])
+    tried = [*found.remedies, *trials.remedies]
+    found.remedies = sorted(tried, key=lambda each: _rank(each, near))
     if failure.is_compiled and any(each.tried for each in found.remedies):
         found.notes.insert(0, _EAGERLY)
     found.notes += list(dict.fromkeys(trials.notes))
@@ -158,19 +161,24 @@ def note_rounding(failure: Failure, true_loss: float) -> None:
         found.reason = f"{found.reason}, and {_WHOLE.format(true_loss)}"
 
 
-def _rank(remedy: Remedy) -> tuple[Any, ...]:
+def _rank(remedy: Remedy, near: float = 0.0) -> tuple[Any, ...]:
     """The order of remedies: what is right comes first, then what changes the least.
 
     That is the distance from the true loss and gradients, then the change of results
     that are finite without it, in this step or in another batch. Of equal ones float64
     is the last: few devices are fast at it, and it often takes several lines. A loss
     that is far beyond the last ones comes after all that are not.
+
+    Args:
+        remedy: The remedy.
+        near: What the rounding of a half precision changes anyway, and is none.
     """
+    change = remedy.change if remedy.change > near else 0.0
     return (
         *(remedy.worth, remedy.usual is not None),
         *(_is_of_torch(remedy), remedy.is_of_data),
         remedy.is_flat or bool(remedy.leaves),
-        *(remedy.off, remedy.change, not remedy.code),
+        *(remedy.off, change, not remedy.code),
         remedy.stops_gradient and remedy.true_loss is None,
         remedy.in_float64,
     )

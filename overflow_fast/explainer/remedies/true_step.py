@@ -210,7 +210,7 @@ class Truth:
         least = self.near * (1.0 if usual is None else usual)
         if len(own) == num:  # of a loss no remedy keeps more than the step itself
             least = max(least, abs(mean_of(own) - true) / self.near)
-        error = abs(loss - true) / max(abs(true), least)
+        error = abs(loss - true) / (max(abs(true), least) or 1.0)
         moved = None
         if num == len(self.losses) and self.has_slopes:
             moved = distance(result.gradients, self.gradients, self.least)
