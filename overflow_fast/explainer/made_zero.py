@@ -259,7 +259,7 @@ class _Walk:
                 rest = told_number(float(made.values))
                 held = [self._held_at(each, op) for each in given]
                 of = f", of {' and '.join(held)}" if all(held) else ""
-                if not of and len(given) == 1:  # it was subtracted from a number
+                if not of and len(given) == 1 and float(given[0].values) == other:
                     made_of = ", ".join(self._products(given[0], op))
                     of = f", where {made_of}" if made_of else ""
                 text = f"{sum_text(one, other, sign)} is {rest}{self._line(op)}{of}"
