@@ -124,6 +124,12 @@ def _of_batch(step: BadStep, found: Explanation) -> Iterator[str]:
     is_asked = _was_given_nothing(found)
     if is_asked:
         yield from _of_nothing(every)
+    for name, now, was, _ in every if has_zero and found.sample is not None else ():
+        if found.sample in _with_equal_rows(now) and not _with_equal_rows(was):
+            yield (
+                f"sample {found.sample} of `{name}` is one row {now.shape[1]} times; "
+                "no sample was in the last clean step"
+            )
     for name, now, was, _ in pairs:
         bad, num_zeros = int((~now.isfinite()).sum()), int((now == 0).sum())
         if bad and found.cause == BAD_DATA.name and was.isfinite().all():
@@ -216,6 +222,14 @@ def _of_constants(
             f"sample {sample} of `{name}` is {plain_number(known[sample])} throughout; "
             "no sample was of one value in the last clean step"
         )
+
+
+def _with_equal_rows(values: torch.Tensor) -> set[int]:
+    """The samples of several rows that are equal, such as a group of candidates."""
+    if values.dim() < 3 or values.shape[1] < 2:
+        return set()
+    are_equal = (values == values[:, :1]).flatten(1).all(1)
+    return {*are_equal.nonzero().flatten().tolist()} - _constants(values, 0).keys()
 
 
 def _of_slice(step: BadStep, found: Explanation) -> Iterator[str]:

@@ -234,6 +234,24 @@ def test_a_sample_that_is_constant():
     assert text.startswith("sample 3 of `batch[1]` is 1 throughout; no sample was")
 
 
+@pytest.mark.parametrize("of_ids", [False, True])
+def test_a_sample_whose_rows_are_equal(of_ids):
+    """Frames of a still picture, or a group of one candidate; its labels follow."""
+
+    def batch_of(step):
+        y = rows(step, 6, 3, 4)
+        y = (y * 1e4).long() if of_ids else y
+        y[4] = y[4, :1] if step == BAD else y[4]
+        return y, y.double().mean(-1)
+
+    def loss_of(model, y, labels):
+        scores = model(y.float() / y.float().max())[..., 0]
+        return (scores / labels.std(1, keepdim=True)).square().mean()
+
+    text = news_of(batch_of, loss_of)
+    assert text.startswith("sample 4 of `batch[0]` is one row 3 times; no sample was")
+
+
 def of_objects(model, x, objects):
     """The mean over objects of which images may have none."""
     scores = [model(each).sum() * 0.1 for boxes, _ in objects for each in boxes]
