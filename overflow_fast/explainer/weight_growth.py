@@ -27,14 +27,17 @@ _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
 _LOADED = (
-    "{}'s state counts {} steps, and the guard has seen {}: exp_avg_sq from before it, "
-    "such as that of a checkpoint, is too small for these gradients"
+    "{}'s state counts {} steps, and the guard has seen {}: its exp_avg_sq from before, "
+    "as that of a checkpoint, does not fit exp_avg, or other code has written the weight"
 )
 _STATE = (
     "load an older checkpoint without the optimizer's state, or one that has it in "
-    "float32: in a smaller dtype numbers of exp_avg_sq are 0"
+    "float32: in a smaller dtype small numbers of exp_avg_sq are 0"
 )
-_WROTE = "load an older checkpoint, and look for code that writes to the weight"
+_WROTE = (
+    "load an older checkpoint, and look for code that writes to the weight, or to the "
+    "optimizer's state"
+)
 _RISEN = (
     "load an older checkpoint, and let the learning rate rise less, or clip gradients"
 )
