@@ -78,7 +78,10 @@ def warned_lines() -> list[str]:
     """
     found = list[str]()
     for module in modules_of_program():
-        file, noted = vars(module).get("__file__"), vars(module).get("__warningregistry__", ())
+        file, noted = (
+            vars(module).get("__file__"),
+            vars(module).get("__warningregistry__", ()),
+        )
         lines = [(key[2], key[0]) for key in [*noted] if type(key) is tuple]
         found += [
             f"{short_name(file)}:{line} (`{text}`)"

@@ -27,8 +27,8 @@ _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
 _LOADED = (
-    "{}'s state counts {} steps, and the guard has seen {}: its exp_avg_sq from before, "
-    "as that of a checkpoint, does not fit exp_avg, or other code has written the weight"
+    "{}'s state counts {} steps, the guard has seen {}: its exp_avg_sq, such as that of "
+    "a checkpoint, does not fit exp_avg, or other code has written the weight"
 )
 _STATE = (
     "load an older checkpoint without the optimizer's state, or one that has it in "

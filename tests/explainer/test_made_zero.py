@@ -214,7 +214,8 @@ MADE = {
     ),
     "1 less a scaled quotient": (
         lambda x, y: (1 - 3 * x / x.detach().norm()).sqrt() + 0 * y,
-        r"1 - ([\d.]+) is -[\d.]+, where ([\d.]+) / [\d.]+ is [\d.]+, [\d.]+ \* 3 is \2",
+        r"1 - ([\d.]+) is -[\d.]+, where ([\d.]+) / [\d.]+ is [\d.]+, "
+        r"[\d.]+ \* 3 is \2",
         lambda: with_row(0.9),
     ),
     "numbers less 3": (lambda x, y: (y - 3).sqrt(), r"0.752361 - 3 is -2.25"),
