@@ -27,7 +27,7 @@ _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
 _LOADED = (
-    "{}'s state counts {} steps, the guard has seen {}: its exp_avg_sq, such as that of "
+    "{}'s state counts {} steps, the guard has seen {}: its exp_avg_sq, such as of "
     "a checkpoint, does not fit exp_avg, or other code has written the weight"
 )
 _STATE = (
