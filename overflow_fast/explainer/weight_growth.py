@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ..base.tensors import is_readable
-from ..guard.optimizers.last_steps import KEPT
 from ..guard.report.gist import told_number
 from .bad_step import BadStep
 from .bounds import GROWN, ROUNDED_UPDATE, SCALED_BACK, UPDATE, VANISHED, WEIGHT
@@ -26,17 +25,13 @@ _NO_BOUND = (
 _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
-_LOADED = (
-    "{}'s state counts {} steps, the guard has seen {}: its exp_avg_sq, such as of "
-    "a checkpoint, does not fit exp_avg, or other code has written the weight"
+_OTHERS = (
+    "{}'s state counts {} steps, the guard has kept {}: its exp_avg_sq, such as "
+    "of a checkpoint, does not fit exp_avg, or other code has written the weight"
 )
 _STATE = (
-    "load an older checkpoint without the optimizer's state, or one that has it in "
-    "float32: in a smaller dtype small numbers of exp_avg_sq are 0"
-)
-_WROTE = (
-    "load an older checkpoint, and look for code that writes to the weight, or to the "
-    "optimizer's state"
+    "load an older checkpoint, its optimizer's state in float32 (in half precision "
+    "exp_avg_sq may be 0) or not at all; look for code that writes to weights"
 )
 _RISEN = (
     "load an older checkpoint, and let the learning rate rise less, or clip gradients"
@@ -161,9 +156,7 @@ def _settings(
     if name in ("Adam", "AdamW") and ROUNDED_UPDATE.is_passed(max(updates), most):
         text = f", in one by {max(updates):.3g} times the learning rate {rate:.3g}"
         text += f", where {name} with its own averages makes at most {most:.3g}"
-        if len(last) < min(num_made, KEPT):
-            return text, [_LOADED.format(name, num_made, len(last))], _STATE
-        return text, [], _WROTE
+        return text, [_OTHERS.format(name, num_made, len(last))], _STATE
     return f", at a learning rate of {rate:.3g}", [], ""
 
 

@@ -15,7 +15,7 @@ from ...base.modules import named_buffers, named_parameters, stepped_by
 from ...base.tensors import is_readable
 
 _NUMBERS = (float, int, tuple, list)
-KEPT = 16  # steps whose settings are kept, as many as weights' magnitudes are
+_KEPT = 16  # steps whose settings are kept, as many as weights' magnitudes are
 _SMALL = 16  # elements of a weight that is kept as it was at first; chosen
 
 
@@ -53,7 +53,7 @@ class LastSteps:
     def note(self, optimizer: torch.optim.Optimizer) -> None:
         """Takes in a step that was made. Does not incur a CPU-GPU sync."""
         stepped, last = stepped_by(optimizer), self._of.get(optimizer)
-        settings = deque(maxlen=KEPT) if last is None else last.settings
+        settings = deque(maxlen=_KEPT) if last is None else last.settings
         settings.append([_numbers_of(group) for group in optimizer.param_groups])
         self._of[optimizer] = _LastStep(
             settings,
