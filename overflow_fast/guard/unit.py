@@ -42,7 +42,6 @@ class UnitKind:
         may_skip: The optimizer's step can be left out, or undone.
         doubts: Its optimizer is about to step: what it makes may have to be judged.
         ends_finite: Where it is finite, that is counted and logged.
-        is_in_row: It is one of the steps in a row.
         is_request: Requests come in no order: each has a line of the log of its own.
         is_last: The program may end with it: it ends the flight record's line. Where
             the loop catches the exception and goes on, the step keeps its number and
@@ -57,7 +56,6 @@ class UnitKind:
     may_skip: bool = False
     doubts: bool = False
     ends_finite: bool = True
-    is_in_row: bool = True
     is_request: bool = False
     is_last: bool = False
 
@@ -66,14 +64,13 @@ STEP = UnitKind("before", may_skip=True, doubts=True)
 UPDATE = UnitKind("before", runs_again=False, may_skip=True, ends_finite=False)
 LATE = UnitKind("after", is_scanned=False, can_restore=False)
 CHECK = UnitKind("check", can_restore=False)
-EVALUATION = UnitKind("evaluation", is_shared=False, is_scanned=False, is_in_row=False)
+EVALUATION = UnitKind("evaluation", is_shared=False, is_scanned=False)
 RAISED = UnitKind("raised", is_shared=False, ends_finite=False, is_last=True)
 REQUEST = UnitKind(
     "evaluation",
     is_shared=False,
     is_scanned=False,
     can_restore=False,
-    is_in_row=False,
     is_request=True,
 )
 

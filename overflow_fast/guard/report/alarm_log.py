@@ -28,8 +28,7 @@ class AlarmLog:
 
         Args:
             report: The report.
-            num_in_row: The number of bad steps in a row, this one included; 0 for what
-                is no step.
+            num_in_row: How many bad steps in a row it ends; 0 for an evaluation.
         """
         first = report.verdict.first
         assert first is not None

@@ -137,13 +137,11 @@ class ReportText:
         return text_html(first, details, self.text(), rows)
 
     def short_text(self, note: str) -> str:
-        """The headline, the outcome, advice where a skip repairs nothing, a note.
-
-        Of an evaluation its own notes, too: they say which batch of it.
-        """
-        advice = self._advice() if self.report.is_beyond_repair else []
-        of_batch = self.report.notes if self.report.moment == "evaluation" else []
-        return as_lines([self.headline(), *self._outcome(), *of_batch, *advice, note])
+        """The headline, the outcome, advice where a skip repairs nothing, a note."""
+        rest = self._advice() if self.report.is_beyond_repair else []
+        if self.report.moment == "evaluation":  # its notes say which batch of it
+            rest = [*self.report.notes, *rest]
+        return as_lines([self.headline(), *self._outcome(), *rest, note])
 
     def summary(self) -> str:
         """The answer, the details and the remedies, a sentence a line."""
