@@ -57,6 +57,10 @@ _ZEROED = (
     "The forward was run again with 0 for what it, or a later one, has left non-finite "
     "in tensors that it was given."
 )
+_RECORDED = (
+    "The request was not replayed: `guard.record()` keeps a value alone. Compute that "
+    "within `guard.run()`, which keeps the code."
+)
 _OFTEN = (
     "The forward was not run again: explanations have taken more than "
     f"{SHARE:.0%} of the time since the first request."
@@ -211,6 +215,9 @@ class RequestAgain:
         self._note = self._why_not(verdict)
         if self._note:
             return None
+        has_code = request.bad is not None or request.function is not None
+        if verdict.first.kind == "recorded" and not has_code:
+            return Explanation(notes=[_RECORDED])
         if self.is_put_off:
             self.put_off()
             self._note = _LATER

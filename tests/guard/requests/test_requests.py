@@ -431,6 +431,9 @@ def test_what_a_request_records_is_judged_at_its_end():
         assert guard.check() is None
     report = raised.value.report
     assert (report.verdict.first.label, report.requests) == ("scores", ["b"])
+    (note,) = report.explanation.notes  # of no forward, which ran, and of no loss
+    assert note.startswith("The request was not replayed: `guard.record()` keeps ")
+    assert "loss" not in str(report) and "`guard.run()`" in str(raised.value)
 
 
 def test_what_a_function_returns_has_the_number_of_its_last_forward():
