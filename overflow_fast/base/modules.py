@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -20,12 +16,10 @@ from ..torch_internals.module_internals import (
     MODULES,
     PARAMETERS,
     WRAPPED,
-    forward_pre_hooks,
-    holds_gradients,
 )
 from ..torch_internals.tensor_internals import local_tensor
-from .text import kind_of
 
+_DDP = {"DistributedDataParallel"}
 _FSDP = {"FSDPModule", "FullyShardedDataParallel"}
 ENGINES_MODULE = "module"  # where a wrapper of an engine's has the model
 _ENGINES_METHODS = ("__getattr__", "state_dict", "load_state_dict", "step", "backward")
@@ -268,9 +262,6 @@ def _wrapped_by(module: nn.Module) -> str | None:
     return None
 
 
-# How a step is given by hand: a model, a batch and a function that makes the loss.
-
-
 def stepped_by(optimizer: Optimizer) -> list[torch.Tensor]:
     """Lists the parameters that an optimizer steps, by its groups."""
     return [each for group in optimizer.param_groups for each in group["params"]]
@@ -295,198 +286,3 @@ class Handles(list[RemovableHandle]):
         for handle in self:
             handle.remove()
         self.clear()
-
-
-def check_module(model: object, argument: str = "model") -> None:
-    """Raises TypeError if an argument is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{argument} must be a torch.nn.Module, got {kind_of(model)}")
-
-
-def step_of(
-    model: nn.Module, loss: Callable[..., torch.Tensor] | None
-) -> Callable[[Any], Any]:
-    """Makes one function of a model and its loss, which takes the batch.
-
-    Args:
-        model: The model.
-        loss: Takes the batch, or the model and the batch; None: the model is called.
-
-    Raises:
-        TypeError: If the model is no module, or the loss cannot be called.
-    """
-    check_module(model)
-    if loss is None:
-        return lambda batch: call_with(model, batch)
-    if not callable(loss):
-        raise TypeError(
-            "loss must be a callable that takes the batch, or the model and the batch, "
-            f"and returns a loss, got {type(loss).__name__}"
-        )
-    if _num_required(loss) >= 2:
-        return lambda batch: loss(model, batch)
-    return loss
-
-
-def call_with(model: nn.Module, batch: Any) -> Any:
-    """Calls a model; the items of a batch that is a mapping or list are arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def _num_required(function: Callable[..., Any]) -> int:
-    """The number of positional arguments that a function needs."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in parameters)
-
-
-# Kinds of modules, known from their classes: torch's own, and normalizations.
-
-
-_LINEAR = (
-    *(nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
-_NORMALIZATIONS = (
-    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_NORMALIZATION_NAME = re.compile(r"(Layer|RMS|Group)_?Norm(\w*[a-z0-9])?$")
-
-
-def is_linear(module: nn.Module) -> bool:
-    """True if a module only multiplies its input by its weights, and adds."""
-    forwards = [each.forward for each in _LINEAR]
-    return type(module).forward in forwards and _is_plain(module)
-
-
-def is_normalization(module: nn.Module) -> bool:
-    """True if a module returns small values for any input.
-
-    So do torch's normalizations; batch norms in training alone. Classes of others are
-    recognized by their names and their code, if they have no submodules.
-    """
-    if isinstance(module, _BATCH_NORMS):
-        return module.training and is_of_torch(module)
-    if isinstance(module, _NORMALIZATIONS):
-        return is_of_torch(module) or _normalizes_once(module)
-    is_named = _NORMALIZATION_NAME.search(type(module).__name__) is not None
-    has_children = bool(children_of(module))
-    return is_named and not has_children and _normalizes_once(module)
-
-
-def is_of_torch(module: nn.Module) -> bool:
-    """True if a module's forward is torch's own, unchanged."""
-    forward = inspect.getattr_static(type(module), "forward", None)  # a scripted one's
-    place = str(getattr(forward, "__module__", ""))  # is a descriptor that raises
-    return place.startswith("torch.nn.") and _is_plain(module)
-
-
-def is_layer_of_torch(module: nn.Module | None) -> bool:
-    """True if a module is one of torch.nn's, and has no submodules."""
-    if module is None or children_of(module):
-        return False
-    return type(module).__module__.startswith("torch.nn.")
-
-
-def _normalizes_once(module: nn.Module) -> bool:
-    """True if a forward takes one tensor, and divides by one measure of it.
-
-    A forward that takes a second tensor, or measures a fused normalization's input, may
-    scale its output by that.
-    """
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    if code is None or "forward" in module.__dict__ or code.co_argcount != 2:
-        return False
-    from .torch_ops import has  # a scan needs no table of operations
-
-    names = set(code.co_names)
-    num_roots = sum(has(name, "root") for name in names)
-    if "super" in names or any(has(name, "normalizes") for name in names):
-        return not num_roots and not any(has(name, "measure") for name in names)
-    return num_roots == 1
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """True if a module computes what its class does, unchanged."""
-    return not (
-        "forward" in module.__dict__
-        or forward_pre_hooks(module)
-        or parametrize.is_parametrized(module)
-    )
-
-
-# Models that several ranks share: what wraps them, in a replay.
-
-
-_DDP = {"DistributedDataParallel"}
-_FSDP2 = {"FSDPModule"}
-
-
-@contextlib.contextmanager
-def without_reduction(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Makes DDP leave gradients as each rank computes them.
-
-    They tell which rank is to blame, no communication hook is called, and the memory
-    that gradients are reduced in, of which the step's own may be views, stays as it is.
-    """
-    wrappers = _ddp_in(models)
-    before = [wrapper.require_backward_grad_sync for wrapper in wrappers]
-    for wrapper in wrappers:
-        wrapper.require_backward_grad_sync = False
-    try:
-        yield
-    finally:
-        for wrapper, was_reducing in zip(wrappers, before, strict=True):
-            wrapper.require_backward_grad_sync = was_reducing
-
-
-def set_shares_buffers(model: nn.Module, value: bool) -> None:
-    """Makes DDP take the first rank's buffers in its next forward, or not."""
-    for wrapper in _ddp_in([model]):
-        wrapper.require_forward_param_sync = value
-
-
-def reshard(models: Iterable[nn.Module]) -> None:
-    """Makes FSDP2 forget gathered parameters, as only a backward does."""
-    for module in _all_of(models, _FSDP2):
-        module.reshard()
-
-
-def reduces(models: Mapping[str, nn.Module]) -> bool:
-    """True if a replay reduces gradients as the step did: with FSDP2 alone."""
-    return _has(models.values(), _FSDP2) and not _ddp_in(models.values())
-
-
-def why_not(models: Iterable[nn.Module]) -> str:
-    """Why a step of several ranks cannot be replayed with its models; else ""."""
-    models = list(models)
-    if _has(models, {"FullyShardedDataParallel"}):
-        return "has a model under FSDP1, whose gradients cannot be set aside"
-    if _has(models, {"DDP"}):
-        return "has a model under replicate(), whose reduction cannot be left out"
-    if any(holds_gradients(module) for module in _all_of(models, _FSDP2)):
-        return "has gradients under fully_shard() that are not reduced yet"
-    return ""
-
-
-def _has(models: Iterable[nn.Module], names: set[str]) -> bool:
-    return any(True for _ in _all_of(models, names))  # one may have the length 0
-
-
-def _ddp_in(models: Iterable[nn.Module]) -> list[Any]:
-    return [each for model in models for each in modules_in(model) if is_ddp(each)]
-
-
-def _all_of(models: Iterable[nn.Module], names: set[str]) -> Iterator[Any]:
-    """Yields the modules of classes with these names."""
-    for model in models:
-        for module in modules_in(model):
-            if has_base(type(module), names):
-                yield module

@@ -1,11 +1,11 @@
-"""Tensors that can be scanned: their memory, devices, copies and digests."""
+"""Tensors that can be scanned: their memory, their numbers, their devices."""
 
 from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Iterable
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +13,6 @@ from torch import nn
 from .. import _C
 from ..torch_internals.tensor_internals import (
     arrived,
-    copy_all,
     has_holes,
     is_fake,
     is_in_transform,
@@ -23,7 +22,6 @@ from ..torch_internals.tensor_internals import (
     storage_of,
 )
 from .modules import tensors_of
-from .tree import INDEX, Part, children, tensors_in
 
 
 def dtype_named(name: str) -> torch.dtype | None:
@@ -151,101 +149,6 @@ def is_readable(tensor: torch.Tensor) -> bool:
     return type(tensor) in PLAIN and has_memory(tensor)
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor to memory of its own on the host, as safetensors writes it.
-
-    It refuses tensors that share memory, and writes a conjugate as it lies.
-    """
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-    return plain.clone(memory_format=torch.contiguous_format)
-
-
-def loss_in(output: Any) -> torch.Tensor | None:
-    """Finds the loss in what a model returned: a floating-point scalar, or None.
-
-    Runs none of the user's code: no property is evaluated, and of a dict or an object
-    only what it holds counts. Never raises.
-    """
-    if type(output) is torch.Tensor:
-        return output if _is_loss(output) else None
-    try:
-        return _loss_in(output)
-    except Exception:
-        return None
-
-
-def _loss_in(output: Any) -> torch.Tensor | None:
-    waiting, opened = [output], dict[int, Any]()
-    for _ in range(_MOST_VALUES):
-        if not waiting:
-            break
-        value = waiting.pop()
-        if issubclass(type(value), torch.Tensor):
-            if _is_loss(value):
-                found: torch.Tensor = value
-                return found
-        elif id(value) not in opened:  # a list may hold itself
-            opened[id(value)] = value
-            parts = [each for part, each in children(value) or () if _may_be_loss(part)]
-            waiting += reversed(parts)
-    return None
-
-
-def _is_loss(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 1 and tensor.is_floating_point()
-
-
-def model_loss_in(output: Any) -> torch.Tensor | None:
-    """The loss in what a model returned: a scalar that is no output beside others.
-
-    One of a tuple or list, such as an auxiliary loss or the value of a state, is the
-    loss only if it is computed from what was returned with it; [1, 1] is one sample's.
-    """
-    loss = loss_in(output)
-    loss = None if loss is not None and loss is output and loss.dim() > 1 else loss
-    if loss is None or loss.grad_fn is None or not isinstance(output, tuple | list):
-        return loss
-    from .graph import leads_to  # few models return a scalar among others
-
-    beside = [each for each in tensors_in(output) if each is not loss]
-    others = [each.grad_fn for each in beside if each.grad_fn is not None]
-    return loss if not others or leads_to(loss.grad_fn, others) else None
-
-
-def _may_be_loss(part: Part) -> bool:
-    return part.style == INDEX or (type(part.value) is str and part.value == "loss")
-
-
-_MOST_VALUES = 10_000  # that are looked through for a loss; chosen, not measured
-
-
-def traced_loss_in(output: Any) -> Any:
-    """Stands for `loss_in` where dynamo traces it, without running code to inspect it.
-
-    Returns:
-        The loss, or None.
-    """
-    if isinstance(output, torch.Tensor):
-        is_number = output.numel() == 1 and output.dim() < 2
-        return output if is_number and output.is_floating_point() else None
-    if isinstance(output, (tuple, list)):
-        for part in output:
-            loss = traced_loss_in(part)
-            if loss is not None:
-                return loss
-        return None
-    if isinstance(output, dict):
-        return traced_loss_in(output.get("loss"))
-    if output is None or isinstance(getattr(type(output), "loss", None), property):
-        return None
-    # Not by getattr(): a `__getattr__` of the user's would run.
-    own = getattr(output, "__dict__", None)
-    return traced_loss_in(own.get("loss")) if own else None
-
-
-# The devices that a program runs on, as operators know them.
-
-
 def place_of(device: torch.device) -> str:
     """Names a device and its host, with the UUID of a GPU."""
     host = socket.gethostname()
@@ -260,37 +163,6 @@ def devices_of(models: Iterable[nn.Module]) -> list[torch.device]:
     """The devices besides the CPU that hold parameters or buffers."""
     found = {tensor.device for model in models for tensor in tensors_of(model)}
     return sorted((d for d in found if d.type not in ("cpu", "meta")), key=str)
-
-
-# Digests of tensors: equal bits in equal places, or not.
-
-
-_MULTIPLIER = -7046029254386353131  # 2**64 divided by the golden ratio, as int64
-_CHUNK = 2**22  # elements: bounds the temporaries
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Computes a 64-bit digest of a tensor's bits that depends on their positions.
-
-    The sum of (bits + 1) * (position * M | 1) modulo 2**64 with the odd multiplier M of
-    Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4). It tells any one
-    changed element, and elements that changed places. Does not incur a CPU-GPU sync.
-
-    Args:
-        tensor: Any strided tensor; of complex numbers, both parts count.
-
-    Returns:
-        An int64 scalar on the tensor's device.
-    """
-    values = real_parts(tensor.detach())
-    bits = values.contiguous().view(INTEGERS[values.element_size()]).flatten()
-    digest = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for begin in range(0, len(bits), _CHUNK):
-        part = bits[begin : begin + _CHUNK].to(torch.int64)
-        places = torch.arange(begin, begin + len(part), device=bits.device)
-        digest += ((part + 1) * (places * _MULTIPLIER).bitwise_or_(1)).sum()
-    return digest
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -339,45 +211,3 @@ def is_whole(tensor: torch.Tensor) -> bool:
     """True if a tensor has an element for all of its memory."""
     storage = storage_of(tensor)
     return storage is None or storage.nbytes() == tensor.numel() * tensor.itemsize
-
-
-# Copies of many tensors, in the memory of earlier copies.
-
-
-def copy_tensors(
-    tensors: Sequence[torch.Tensor], earlier: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor]:
-    """Copies tensors, with few kernels. Does not incur a CPU-GPU sync.
-
-    Args:
-        tensors: The tensors, of any shapes, dtypes and devices.
-        earlier: An earlier copy for each, or None. Its memory is reused if it has the
-            same shape, dtype, device and layout.
-
-    Returns:
-        The copies, in the order of the tensors.
-    """
-    if not tensors:
-        return []
-    copies: list[torch.Tensor] = []
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    with torch.no_grad():
-        for tensor, copy in zip(tensors, earlier, strict=True):
-            if copy is None or not _can_hold(copy, tensor):
-                copy = tensor.detach().clone()
-            else:
-                targets.append(copy)
-                sources.append(tensor)
-            copies.append(copy)
-        if targets:
-            copy_all(targets, sources)
-    return copies
-
-
-def _can_hold(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    own, its = (
-        (each.shape, each.dtype, each.device, each.layout) for each in (copy, tensor)
-    )
-    # Outside of inference mode an inference tensor cannot be written to.
-    return own == its and copy.layout is torch.strided and not copy.is_inference()

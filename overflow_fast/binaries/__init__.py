@@ -51,7 +51,7 @@ def load_extension(name: str) -> ModuleType:
     """
     import torch  # (first: the extension needs torch's libraries)
 
-    from ..base import text  # noqa: F401  (its lines begin with the package's name)
+    from ..base import log  # noqa: F401  (its lines begin with the package's name)
 
     if not is_there(torch.__version__):
         from ..scanner.fallback import stand_in

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..base.losses import traced_loss_in
 from ..base.modules import class_name_of
-from ..base.tensors import NotScanned, traced_loss_in
+from ..base.tensors import NotScanned
 from ..torch_internals.running import running_nodes
 from ..torch_internals.tensor_internals import is_batched, is_wrapper, local_tensor
 from ..torch_internals.tracing import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..base.modules import check_module
+from ..base.given_steps import check_module
 from ..base.text import printable
 from ..scanner.ops import scan
 from .coverage import warn_of_asking, warn_of_scripted

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .. import _C
 from ..base.modules import modules_in
-from ..base.text import drop_own_frames
+from ..base.source_files import drop_own_frames
 from ..torch_internals.compiler import has_compiled
 from ..torch_internals.module_internals import (
     asks_for_hooks,

@@ -12,16 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.losses import loss_in, model_loss_in
 from ..base.modules import named_modules
-from ..base.tensors import has_memory, loss_in, model_loss_in
-from ..base.tree import (
-    CALL_DEPTH,
-    NotRebuilt,
-    Path,
-    mapped,
-    tensors,
-    tensors_in,
-)
+from ..base.tensors import has_memory
+from ..base.tree import CALL_DEPTH, NotRebuilt, Path, mapped, tensors, tensors_in
 from ..guard.kept_calls.function_marks import marks_of
 from ..guard.kept_calls.held_function import HeldFunction, argument_names
 from ..guard.kept_calls.kept_call import KeptCall

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..base.modules import step_of
+from ..base.given_steps import step_of
 from ..base.tensors import devices_of
 from ..base.text import error_line
 from ..guard.explaining import USE_RUN

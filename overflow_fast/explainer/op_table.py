@@ -30,8 +30,9 @@ from ..base.tensors import are_plain, is_whole
 from ..base.torch_ops import has
 from ..guard.report.causes import UNDEFINED
 from ..scanner.ops import scan
+from ..torch_internals.compiled_calls import is_in_compiled_call
 from ..torch_internals.compiler import has_compiled
-from ..torch_internals.replaying import is_in_compiled_call, next_sequence
+from ..torch_internals.replaying import next_sequence
 from .leaves import Leaf, LeafMap
 from .mask_counts import MaskCounts
 from .meant_infs import is_asked, is_meant, returns_meant

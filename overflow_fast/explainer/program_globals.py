@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..base.text import modules_of_program, short_name
+from ..base.source_files import modules_of_program, short_name
 
 _Name = tuple[str, str]  # its module, or else where it is, and its own
 Values = dict[_Name, Any]

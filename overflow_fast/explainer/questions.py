@@ -22,18 +22,14 @@ from ..base.modules import (
     module_of_parameter,
     named_modules,
     parameters_of,
-    reduces,
 )
+from ..base.shared_models import reduces
 from ..base.tensors import place_of
 from ..base.text import counted
 from ..guard.kept_calls.call_keeper import GRAPH
 from ..guard.process import world_size
 from ..guard.report import notes
-from ..guard.report.causes import (
-    LEFT_OVER_GRADIENTS,
-    NOT_REPRODUCIBLE,
-    ONLY_COMPILED,
-)
+from ..guard.report.causes import LEFT_OVER_GRADIENTS, NOT_REPRODUCIBLE, ONLY_COMPILED
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import NOT_REDUCED, NOT_REPLAYED
 from ..guard.report.remedy import Remedy

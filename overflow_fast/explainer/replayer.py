@@ -23,14 +23,12 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..base.modules import (
-    first_parameter_of,
-    gradient_taker,
-    without_reduction,
-)
+from ..base.modules import first_parameter_of, gradient_taker
+from ..base.shared_models import without_reduction
 from ..detector.observers import without_observers
 from ..guard.undo.restore_point import RestorePoint
-from ..torch_internals.replaying import uncompiled_calls, without_torch_function
+from ..torch_internals.compiled_calls import uncompiled_calls
+from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import local_part, sparse_values
 from .calls import Call, loss_and_gradients, loss_of_call, part_of
 from .effects.rule import LEAST_SECONDS, TIMES_THE_STEP, EffectRule, StoppedError

@@ -10,7 +10,7 @@ from collections.abc import Collection, Generator, Iterator
 from types import FrameType
 from typing import Any
 
-from ..base.text import is_of_program
+from ..base.source_files import is_of_program
 from ..torch_internals.registry import stack
 from .syntax import module_of
 from .users_lines import source_lines

@@ -15,12 +15,7 @@ import torch
 from .. import _C
 from ..base.text import error_line
 from ..guard.report import notes
-from ..guard.report.causes import (
-    DIVERGENCE,
-    SINGULAR_GRADIENT,
-    UNDEFINED,
-    UNKNOWN,
-)
+from ..guard.report.causes import DIVERGENCE, SINGULAR_GRADIENT, UNDEFINED, UNKNOWN
 from ..guard.report.explanation import Explanation
 from ..guard.report.findings import BEHIND_BACKWARD, NOT_THE_LOSS, OVERWRITTEN
 from ..torch_internals.compiler import has_compiled

@@ -23,8 +23,8 @@ from ..base.modules import (
     named_modules,
     own_parameters_of,
     parameters_of,
-    reshard,
 )
+from ..base.shared_models import reshard
 from ..base.tensors import devices_of, is_whole
 from ..guard.requests.gate import let_others_pass, others_wait
 from ..guard.undo.attributes import KeptAttributes
@@ -33,8 +33,9 @@ from ..guard.undo.random import RandomStates
 from ..guard.undo.restore_point import RestorePoint
 from ..guard.undo.tensors import SMALL, KeptTensor, num_bytes, write
 from ..guard.verdict.foreign_hooks import is_ours
+from ..torch_internals.cached_casts import without_cached_casts
 from ..torch_internals.module_internals import forward_hooks, forward_pre_hooks
-from ..torch_internals.replaying import without_cached_casts, without_torch_function
+from ..torch_internals.replaying import without_torch_function
 from ..torch_internals.tensor_internals import gradient_hooks, local_tensor
 from .effects.held_signals import as_raised, held_signals
 from .program_objects import MOST_OF_MODELS, ProgramObjects

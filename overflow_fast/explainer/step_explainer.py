@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from .. import _C
-from ..base.modules import gradient_taker, why_not
-from ..base.tensors import loss_in
+from ..base.losses import loss_in
+from ..base.modules import gradient_taker
+from ..base.shared_models import why_not
 from ..base.types import ValueCounts
 from ..guard.config import GuardConfig
 from ..guard.kept_calls.call_keeper import CallKeeper, KeptCalls

@@ -16,7 +16,9 @@ from msgspec import Meta, Struct
 from msgspec.structs import asdict
 from torch import nn
 
-from ..base.tensors import digest_of, has_memory, host_copy, is_readable
+from ..base.digests import digest_of
+from ..base.tensor_copies import host_copy
+from ..base.tensors import has_memory, is_readable
 from ..base.text import dtype_name
 from ..guard.files.fields import Index, meaning
 from ..guard.files.json_text import SCHEMA

@@ -30,8 +30,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import _C
+from ..base.source_files import is_of_program, is_own
 from ..base.tensors import PLAIN
-from ..base.text import is_of_program, is_own
 from ..base.torch_ops import SWAPPED, has, op_of, plain_name
 from ..torch_internals.replaying import with_function_modes
 from .users_lines import BEGINS, Site, Sites

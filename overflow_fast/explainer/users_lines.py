@@ -16,7 +16,13 @@ from dataclasses import replace
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from ..base.text import installed_name, is_of_user, is_own, short_name, source_name
+from ..base.source_files import (
+    installed_name,
+    is_of_user,
+    is_own,
+    short_name,
+    source_name,
+)
 from ..guard.report.gist import expression_of
 from ..guard.report.op import Op
 from .syntax import expression_of as parsed_expression

@@ -32,24 +32,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.text import counted, drop_own_frames
+from ..base.source_files import drop_own_frames
+from ..base.text import counted
 from .config import EVERYTHING, GuardConfig, Policy
 from .guards_of_process import note_enabled
 from .isolation import isolate_errors
-from .kinds import (
-    Exporter,
-    Path,
-    check_int,
-    check_names,
-    names_arguments,
-    reusable,
-)
-from .models import (
-    Models,
-    living_models,
-    named_models,
-    warn_foreign_parameters,
-)
+from .kinds import Exporter, Path, check_int, check_names, names_arguments, reusable
+from .models import Models, living_models, named_models, warn_foreign_parameters
 from .monitors.monitor import Monitor
 from .monitors.running import DEFAULT_MONITORS
 from .optimizers.wrapped import innermost, optimizers_of

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any, TypeVar, cast
 
 from .. import _C
-from ..base.text import drop_own_frames
+from ..base.source_files import drop_own_frames
 from .overhead import OverheadTimer
 from .ranks.agreement import Agreement
 from .report.report import NonFiniteError

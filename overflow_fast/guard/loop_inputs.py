@@ -11,8 +11,8 @@ import torch
 
 from .. import _C
 from ..base.graph import leaves_of
+from ..base.losses import loss_in
 from ..base.modules import parameters_of
-from ..base.tensors import loss_in
 from .core import GuardCore
 from .requests.requests import Requests
 from .watching.judged_tensors import JudgedTensors

@@ -25,16 +25,7 @@ from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeVar
 
 from ..base.text import listed_fields
-from .kinds import (
-    FLAG,
-    PATH,
-    POSITIVE,
-    Kind,
-    Path,
-    one_of,
-    reusable,
-    whole,
-)
+from .kinds import FLAG, PATH, POSITIVE, Kind, Path, one_of, reusable, whole
 
 _Class = TypeVar("_Class", bound=type)
 

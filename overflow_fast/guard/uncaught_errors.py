@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..base.text import notebook_shell
+from ..base.source_files import notebook_shell
 from ..torch_internals.needed import Needing
 
 _Printer = Callable[..., Any]

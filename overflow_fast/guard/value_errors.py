@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from ..base.text import is_of_program
+from ..base.source_files import is_of_program
 from .watching.inputs import is_plain
 
 _UNRELATED = (

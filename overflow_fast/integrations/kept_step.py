@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.modules import without_reduction
+from ..base.shared_models import without_reduction
 from ..base.tree import CALL_DEPTH, copied, copied_call
 from ..guard.guard import OverflowGuard
 from ..guard.kept_calls.held_function import argument_names

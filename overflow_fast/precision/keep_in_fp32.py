@@ -14,23 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..base.modules import (
-    check_module,
-    has_base,
-    is_sharded,
-    is_within,
-    named_modules,
-)
+from ..base.given_steps import check_module
+from ..base.modules import has_base, is_sharded, is_within, named_modules
 from ..base.tensors import HALF
 from ..base.tree import CALL_DEPTH
 from ..detector.selection import Selection, check_patterns
+from ..torch_internals.cached_casts import autocast_devices
 from ..torch_internals.module_internals import (
     APPLY,
     REPLICATE,
     apply_to_tensors,
     replicate,
 )
-from ..torch_internals.replaying import autocast_devices
 from ..torch_internals.tensor_internals import is_wrapper
 from .loan import Loan, given_tensors
 

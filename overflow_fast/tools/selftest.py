@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.modules import Handles, call_with
-from ..base.tensors import model_loss_in
+from ..base.given_steps import call_with
+from ..base.losses import model_loss_in
+from ..base.modules import Handles
 from ..base.text import aligned, printable
 from ..base.tree import NotRebuilt, mapped, tensors_in
 from ..detector.hooks import move_hook_to_front
@@ -24,8 +25,8 @@ from ..guard.verdict.bad_frames import collect
 from ..guard.verdict.verdict import Verdict
 from ..guard.watching.judged_tensors import JudgedTensors
 from ..guard.watching.watch import ModelWatch, models_of
+from ..torch_internals.compiled_calls import uncompiled_calls
 from ..torch_internals.module_internals import forward_hooks
-from ..torch_internals.replaying import uncompiled_calls
 
 # The results of planted faults, as a table.
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overflow_fast.base.tensors import digest_of
+from overflow_fast.base.digests import digest_of
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64),
@@ -35,5 +35,5 @@ def test_a_digest_tells_zeros_nans_and_signs_apart():
 def test_a_digest_is_of_the_whole_tensor(monkeypatch):
     values = torch.randn(100)
     whole = int(digest_of(values))
-    monkeypatch.setattr("overflow_fast.base.tensors._CHUNK", 7)
+    monkeypatch.setattr("overflow_fast.base.digests._CHUNK", 7)
     assert int(digest_of(values)) == whole

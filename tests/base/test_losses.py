@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from overflow_fast.base.tensors import loss_in, model_loss_in
+from overflow_fast.base.losses import loss_in, model_loss_in
 
 torch.manual_seed(0)
 LAYER = nn.Linear(3, 4)

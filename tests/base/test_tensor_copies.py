@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from overflow_fast.base.tensors import copy_tensors
+from overflow_fast.base.tensor_copies import copy_tensors
 
 
 def test_the_memory_of_an_earlier_copy_is_used_again():

@@ -4,7 +4,7 @@ import re
 
 import torch
 
-from overflow_fast.torch_internals.replaying import autocast_devices
+from overflow_fast.torch_internals.cached_casts import autocast_devices
 
 
 def test_each_that_torch_names_is_known():

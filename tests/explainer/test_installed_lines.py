@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from overflow_fast import NonFiniteError, OverflowGuard
-from overflow_fast.base.text import installed_name, short_name
+from overflow_fast.base.source_files import installed_name, short_name
 
 pytestmark = pytest.mark.usefixtures("untried")
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 
 from overflow_fast import NonFiniteError, explain
-from overflow_fast.base.text import is_cell, short_name, source_name
+from overflow_fast.base.source_files import is_cell, short_name, source_name
 
 CELL = """
 import torch

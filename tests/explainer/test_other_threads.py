@@ -21,7 +21,7 @@ from overflow_fast.explainer.effects.before import Before
 from overflow_fast.explainer.snapshot import Snapshot
 from overflow_fast.integrations import script_models
 from overflow_fast.monitors import MaskedOps
-from overflow_fast.torch_internals.replaying import uncompiled_calls
+from overflow_fast.torch_internals.compiled_calls import uncompiled_calls
 
 assert torch._dynamo.list_backends()  # imports it
 

@@ -4,17 +4,7 @@ import itertools
 
 import pytest
 import torch
-from guarding import (
-    INF,
-    NAN,
-    batches,
-    hooks_of,
-    make,
-    plant,
-    train,
-    train_step,
-    warned,
-)
+from guarding import INF, NAN, batches, hooks_of, make, plant, train, train_step, warned
 from torch import nn
 
 from overflow_fast import NonFiniteError, OverflowGuard

@@ -23,7 +23,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._pytree import tree_map
 
 from overflow_fast import DebugUnderflowOverflow, OverflowGuard
-from overflow_fast.base.tensors import loss_in
+from overflow_fast.base.losses import loss_in
 from overflow_fast.monitors import Headroom, Underflow
 
 pytestmark = pytest.mark.explains

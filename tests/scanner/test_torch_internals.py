@@ -19,8 +19,10 @@ from overflow_fast.detector import compiled, dynamo
 from overflow_fast.guard.undo import restore_point
 from overflow_fast.guard.verdict import foreign_hooks
 from overflow_fast.torch_internals import (  # noqa: F401  (each adds its rows)
+    cached_casts,
     call_arguments,
     clipping,
+    compiled_calls,
     compiler,
     registry,
     replaying,

@@ -12,7 +12,7 @@ import itertools
 import types
 from typing import Any, NamedTuple
 
-from ...base.text import is_of_program, is_of_user
+from ...base.source_files import is_of_program, is_of_user
 
 
 class Unseen:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...base.text import is_of_program, is_of_user, is_own
+from ...base.source_files import is_of_program, is_of_user, is_own
 from ..budget import clock_limit
 from ..users_lines import Site
 from . import kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...base.text import is_of_program, is_of_user
+from ...base.source_files import is_of_program, is_of_user
 from ...guard.report.remedy import Remedy
 from ..syntax import module_of
 from ..torch_calls import TorchCall

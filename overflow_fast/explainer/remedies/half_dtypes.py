@@ -14,13 +14,8 @@ from collections.abc import Container, Generator, Iterator, Sequence
 import torch
 from torch import nn
 
-from ...base.modules import (
-    is_normalization,
-    is_within,
-    named_modules,
-    named_parameters,
-    parameters_of,
-)
+from ...base.module_kinds import is_normalization
+from ...base.modules import is_within, named_modules, named_parameters, parameters_of
 from ...guard.report.remedy import Remedy
 from ...precision.keep_in_fp32 import has_forward, shortened
 from ..halving import Halving

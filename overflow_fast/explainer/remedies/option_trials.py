@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from ...base.text import is_of_program
+from ...base.source_files import is_of_program
 from ...base.tree import layout
 from ...guard.report.remedy import Remedy
 from ..named_tensors import modules_by_name

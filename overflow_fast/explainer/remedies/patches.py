@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...base.modules import tensors_of
 from ...guard.process import has_process_group
 from ...precision.keep_in_fp32 import keep_in_fp32
-from ...torch_internals.replaying import uncompiled_calls
+from ...torch_internals.compiled_calls import uncompiled_calls
 from ..calls import Call, batch_size, part_of
 from ..named_tensors import state_by_name
 from ..replayer import Patch

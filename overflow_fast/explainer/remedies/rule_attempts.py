@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.text import installed_name, is_of_user
+from ...base.source_files import installed_name, is_of_user
 from ...base.torch_ops import has, op_of
 from ...guard.report.causes import UNDERFLOW
 from ...guard.report.remedy import SAME, Remedy

@@ -18,12 +18,7 @@ from ..replayer import Patch
 from ..sentinel import outliers_in, sentinel_in
 from ..tensor_kinds import is_float
 from .failure import Failure
-from .patches import (
-    ChangedTensor,
-    FiniteSamples,
-    SomeSamples,
-    finite_rows,
-)
+from .patches import ChangedTensor, FiniteSamples, SomeSamples, finite_rows
 from .rules import power_below, with_numbers
 from .trials import Attempts, Trial, Trials
 

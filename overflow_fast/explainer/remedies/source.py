@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...base.text import source_name
+from ...base.source_files import source_name
 from ..syntax import module_of
 from ..users_lines import Site, Span, source_lines
 

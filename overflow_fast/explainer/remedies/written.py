@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...base.text import installed_name, is_of_program
+from ...base.source_files import installed_name, is_of_program
 from ...base.torch_ops import has, op_of
 from ..syntax import expression_of
 from ..torch_calls import SAME, Key, TorchCall, Value

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ...base.modules import set_shares_buffers
+from ...base.shared_models import set_shares_buffers
 from ..undo.contents import Kept, restore_all
 from ..undo.random import RandomStates
 

@@ -27,9 +27,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...base.losses import loss_in
 from ...base.modules import first_parameter_of, parameters_of
-from ...base.tensors import devices_of, loss_in, sizes_of
-from ...base.text import is_of_program
+from ...base.source_files import is_of_program
+from ...base.tensors import devices_of, sizes_of
 from ...base.tree import copied_call
 from ...torch_internals.compiler import compiled_call_of, has_compiled
 from ...torch_internals.running import graph_task_id, is_recorded

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from ...base.text import is_of_program, is_of_user
+from ...base.source_files import is_of_program, is_of_user
 from ...base.tree import (
     MAX_DEPTH,
     OBJECTS_OF_STEP,

@@ -10,17 +10,11 @@ import torch
 from torch import nn
 
 from ... import _C
-from ...base.modules import (
-    Handles,
-    children_of,
-    is_linear,
-    is_normalization,
-    is_of_torch,
-    tensors_of,
-)
+from ...base.module_kinds import is_linear, is_normalization, is_of_torch
+from ...base.modules import Handles, children_of, tensors_of
 from ...base.tensors import place_of
+from ...torch_internals.cached_casts import without_cached_casts
 from ...torch_internals.compiler import has_compiled
-from ...torch_internals.replaying import without_cached_casts
 from ...torch_internals.running import is_recorded
 from ..kinds import whole
 from ..options import option

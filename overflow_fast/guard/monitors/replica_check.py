@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ...base.digests import digest_of
 from ...base.majority import odd_ones
 from ...base.modules import is_ddp, named_modules, tensor_name
-from ...base.tensors import digest_of
 from ...base.tree import plain_key, tensors
 from ...torch_internals.module_internals import own_parameters
 from ...torch_internals.tensor_internals import local_part

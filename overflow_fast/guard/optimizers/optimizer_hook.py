@@ -38,7 +38,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ... import _C
-from ...base.text import drop_own_frames
+from ...base.source_files import drop_own_frames
 from ..report.report import NonFiniteError
 from ..undo.optimizer import OptimizerSnapshot
 from .engine_scaler import LossScaler, engine_scaler

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from ...base.text import drop_own_frames
+from ...base.source_files import drop_own_frames
 from ...torch_internals.needed import Needing
 from ..report.report import NonFiniteError
 

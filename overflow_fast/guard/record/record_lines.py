@@ -18,14 +18,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType, field
 
 from ...base.types import TensorPath
-from ..files.fields import (
-    Count,
-    Index,
-    Number,
-    documented,
-    fields_of,
-    meaning,
-)
+from ..files.fields import Count, Index, Number, documented, fields_of, meaning
 from ..files.reading import FileError
 from ..report.log_lines import OfRun
 from .record_step import OfSteps

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ...base.tensors import PLAIN, host_copy
+from ...base.tensor_copies import host_copy
+from ...base.tensors import PLAIN
 from ...base.text import dtype_name
 from ...base.tree import CALL_DEPTH, Walk, path_text, type_name
 from ...scanner import ops

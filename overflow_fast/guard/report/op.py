@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...base.text import short_name
+from ...base.source_files import short_name
 from ...base.types import ValueCounts
 
 

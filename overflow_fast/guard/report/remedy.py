@@ -8,7 +8,8 @@ import textwrap
 from dataclasses import dataclass
 from enum import IntEnum
 
-from ...base.text import installed_name, rounded, short_name
+from ...base.source_files import installed_name, short_name
+from ...base.text import rounded
 
 # Of gradients: more than float32 rounds in most networks. With a smaller one, the same
 # function in another form is said to change the other samples.

@@ -19,7 +19,8 @@ from torch import nn
 
 from ... import __version__
 from ...base.modules import parameters_of
-from ...base.text import dtype_name, notebook_shell, shortened
+from ...base.source_files import notebook_shell
+from ...base.text import dtype_name, shortened
 from ..files.json_text import SCHEMA
 from ..process import own_rank, world_size
 from ..watching.watch import ModelWatch, models_of

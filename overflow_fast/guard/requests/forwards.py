@@ -34,7 +34,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ... import _C
-from ...base.text import drop_own_frames
+from ...base.source_files import drop_own_frames
 from ...base.tree import Part, children, path_text
 from ...detector.hooks import move_hook_to_front
 from ...torch_internals.module_internals import (

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ...base.text import drop_own_frames
+from ...base.source_files import drop_own_frames
 from ...base.tree import path_text, tensors
 from ..core import GuardCore
 from ..kept_calls.ambient import Ambient

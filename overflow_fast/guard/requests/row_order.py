@@ -8,7 +8,7 @@ from __future__ import annotations
 from threading import get_ident
 from types import FrameType
 
-from ...base.text import short_name
+from ...base.source_files import short_name
 from ...torch_internals.registry import stack
 
 # Functions of Python, NumPy and torch.

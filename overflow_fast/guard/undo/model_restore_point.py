@@ -38,7 +38,7 @@ from torch.nn.parameter import is_lazy
 
 from ... import _C
 from ...base.modules import is_sharded, modules_in, walk
-from ...base.tensors import copy_tensors
+from ...base.tensor_copies import copy_tensors
 from ...base.text import some
 from ...torch_internals.module_internals import BUFFERS, MODULES, PARAMETERS
 from .attributes import KeptAttributes

@@ -9,7 +9,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ... import _C
-from ...base.tensors import COMPRESSED_LAYOUTS, INTEGERS, PLAIN, has_memory, is_strided
+from ...base.digests import INTEGERS
+from ...base.tensors import COMPRESSED_LAYOUTS, PLAIN, has_memory, is_strided
 from ...torch_internals.tensor_internals import (
     local_tensor,
     set_version,

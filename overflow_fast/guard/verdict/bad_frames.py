@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ... import _C
-from ...base.modules import is_layer_of_torch, own_parameters_of
+from ...base.module_kinds import is_layer_of_torch
+from ...base.modules import own_parameters_of
 from ..undo.model_restore_point import WrittenState
 from ..watching.inputs import finite_places, is_plain
 from ..watching.watch import ModelWatch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ... import _C
-from ...base.modules import is_layer_of_torch
+from ...base.module_kinds import is_layer_of_torch
 from ...base.text import either
 from ...base.tree import label_text
 from ..watching.inputs import is_mask

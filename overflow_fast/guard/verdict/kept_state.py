@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from ... import _C
-from ...base.modules import is_layer_of_torch, module_of_parameter
+from ...base.module_kinds import is_layer_of_torch
+from ...base.modules import module_of_parameter
 from ...base.tree import tensors_in
 from ...scanner.ops import are_nonfinite, scan
 from ...torch_internals.module_internals import is_batch_norm

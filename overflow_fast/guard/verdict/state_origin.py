@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ... import _C
-from ...base.modules import is_layer_of_torch, module_of_parameter
+from ...base.module_kinds import is_layer_of_torch
+from ...base.modules import module_of_parameter
 from ..undo.restore_point import RestorePoint
 from ..watching.inputs import finite_places
 from ..watching.watch import ModelWatch

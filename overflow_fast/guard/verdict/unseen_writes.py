@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import nn
 
 from ... import _C
-from ...base.modules import is_layer_of_torch
+from ...base.module_kinds import is_layer_of_torch
 from ...base.text import either
 from ...base.tree import entry_label
 from .bad_frames import BadFrame

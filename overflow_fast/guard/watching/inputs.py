@@ -16,14 +16,7 @@ import torch
 from ... import _C
 from ...base.modules import modules_in
 from ...base.tensors import PLAIN, widened
-from ...base.tree import (
-    INDEX,
-    OBJECTS_OF_STEP,
-    Part,
-    Path,
-    Walk,
-    path_text,
-)
+from ...base.tree import INDEX, OBJECTS_OF_STEP, Part, Path, Walk, path_text
 
 _FEW = 4  # samples in a sentence; chosen
 _HARMLESS = (

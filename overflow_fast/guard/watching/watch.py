@@ -45,8 +45,8 @@ import torch
 from torch import nn
 
 from ... import _C
+from ...base.losses import model_loss_in
 from ...base.modules import buffers_of, first_parameter_of, is_sharded
-from ...base.tensors import model_loss_in
 from ...detector.compiled_boundary import EVALUATED, LOSS, ROOT
 from ...detector.hooks import CopiedHooks
 from ...detector.selection import Selection, Wanted

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ...base.text import drop_own_frames, is_own
+from ...base.source_files import drop_own_frames, is_own
 from .subcommand import Commands, add_command, command, fail, reason
 
 if TYPE_CHECKING:

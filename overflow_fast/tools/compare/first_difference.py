@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.text import numbered, printable, rounded, some
-from .judged_rows import (
-    INTRODUCED,
-    TensorDifference,
-    coarser,
-    epsilon,
-)
+from .judged_rows import INTRODUCED, TensorDifference, coarser, epsilon
 from .recorded import RecordedTensor
 from .recording_schema import BACKWARD, FORWARD, STATE
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import check_module, step_of
-from ...base.tensors import devices_of, model_loss_in
+from ...base.given_steps import check_module, step_of
+from ...base.losses import model_loss_in
+from ...base.tensors import devices_of
 from ...base.text import dtype_name
 from ...base.tree import CALL_DEPTH, mapped
 from ...detector.observers import without_observers
@@ -23,7 +24,8 @@ from ...explainer.effects.rule import EffectRule
 from ...explainer.snapshot import Snapshot
 from ...explainer.wider import FLOATS
 from ...guard.undo.random import RandomStates
-from ...torch_internals.replaying import uncompiled_calls, without_cached_casts
+from ...torch_internals.cached_casts import without_cached_casts
+from ...torch_internals.compiled_calls import uncompiled_calls
 from .compare_runs import StepComparison, names_of
 from .comparison import Comparison
 from .first_difference import RootDifference

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ...base.modules import check_module
+from ...base.given_steps import check_module
 from ...guard.files.json_text import dumps
 from ...guard.files.writing import make_folder, write_new
 from ...guard.process import own_rank

@@ -12,7 +12,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType, field
 
 from ...base.modules import tensor_name
 from ...guard.files.fields import Count, Index, Time, meaning
-from .summary import Shape, Shard, Summary
+from .shards import Shape, Shard
+from .summary import Summary
 
 SCHEMA = 1  # of recordings
 MOST = 2**62  # elements; numbers beyond have no float, either

@@ -36,15 +36,17 @@ from ...base.text import dtype_name, error_line
 from ...base.tree import call_tensors, path_text, tensors, tensors_in
 from ...guard.process import own_rank, world_size
 from ...guard.undo.random import RandomStates
+from ...torch_internals.compiled_calls import own_compiled_call, set_compiled_call
 from ...torch_internals.compiler import uncompiled
 from ...torch_internals.module_internals import own_buffers, own_parameters
-from ...torch_internals.replaying import own_compiled_call, set_compiled_call
 from ...torch_internals.running import graph_task_id, is_recorded
 from ...torch_internals.tensor_internals import local_tensor
 from .recorded import RankStep, RecordedTensor
 from .recording_schema import BACKWARD, FORWARD, SCHEMA, STATE, FirstLine, RowLine
 from .run_settings import has_tf32, scalars_in, settings_of, settings_of_optimizer
-from .summary import Shard, fetch, part_of, summarize, values_of, without_modes
+from .shards import Shard, part_of
+from .signed_sums import without_modes
+from .summary import fetch, summarize, values_of
 
 _log = logging.getLogger("overflow_fast")
 # The fields of a row that say where its tensor is.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ...base.digests import digest_of
 from ...base.majority import odd_ones
-from ...base.tensors import digest_of
 from ...base.text import capitalized, dtype_name
 from .roll_call import kind_of
 from .stage import BROKEN, Finding, Hosts, Stage, StageSite, named

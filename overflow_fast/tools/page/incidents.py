@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...base.text import is_cell, short_name
+from ...base.source_files import is_cell, short_name
 from ...guard.files.json_text import SCHEMA, to_plain
 from ...guard.files.reading import FileError, read_bytes, why_unreadable
 from ...guard.files.schema import decode_document, plain

@@ -18,22 +18,12 @@ from ...guard.files.reading import open_regular
 from ...guard.verdict.entry_headroom import growth_text
 from ..record.reading import read_record
 from ..record.table import FlightRecord
+from .columns import Column
 from .failure_path import failure_path
-from .grid import (
-    ALL_ZERO,
-    BITS,
-    FAMILIES,
-    NONFINITE,
-    NOT_SEEN,
-    SPARKLINES,
-    Column,
-    Grid,
-    Sheet,
-    name_of,
-    payloads,
-    sparklines_of,
-)
+from .grid import ALL_ZERO, BITS, FAMILIES, NONFINITE, NOT_SEEN, Grid, Sheet, name_of
 from .incidents import Incident, read_incidents
+from .payloads import payloads
+from .sparklines import SPARKLINES, sparklines_of
 
 # The tables of the page, which say in text what its pictures show.
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.modules import named_modules, step_of
+from ...base.given_steps import step_of
+from ...base.modules import named_modules
 from ...base.tensors import HALF, check_number
 from ...base.text import dtype_name
 from ...precision.keep_in_fp32 import shortened

@@ -12,15 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...base.tensors import devices_of, model_loss_in
+from ...base.losses import model_loss_in
+from ...base.tensors import devices_of
 from ...detector.observers import without_observers
 from ...explainer.effects.rule import EffectRule, StoppedError
 from ...explainer.tensor_kinds import floats_in
 from ...guard.undo.random import RandomStates
 from ...precision.keep_in_fp32 import keep_in_fp32
 from ...scanner.ops import are_nonfinite
+from ...torch_internals.compiled_calls import uncompiled_calls
 from ...torch_internals.module_internals import is_dropout
-from ...torch_internals.replaying import uncompiled_calls
 from .again import RelativeDifference
 from .copies import copied_batch, on_copies
 

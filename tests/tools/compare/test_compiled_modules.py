@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overflow_fast
-from overflow_fast.torch_internals.replaying import own_compiled_call
+from overflow_fast.torch_internals.compiled_calls import own_compiled_call
 
 HOW = ["compile()", "torch.compile"]
 

@@ -6,14 +6,8 @@ import torch
 from overflow_fast.guard.files.json_text import dumps
 from overflow_fast.guard.files.schema import Lines
 from overflow_fast.tools.compare.recording_schema import KINDS, RowLine
-from overflow_fast.tools.compare.summary import (
-    Shard,
-    distance,
-    factor_of,
-    fetch,
-    pieces,
-    summarize,
-)
+from overflow_fast.tools.compare.shards import Shard, pieces
+from overflow_fast.tools.compare.summary import distance, factor_of, fetch, summarize
 
 
 def fingerprint(x):

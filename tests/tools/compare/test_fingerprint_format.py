@@ -153,7 +153,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_no_mode_of_the_users_changes_it(mode):
-    from overflow_fast.tools.compare import summary as module
+    from overflow_fast.tools.compare import signed_sums as module
 
     x = torch.randn(20 * PERIOD, generator=torch.Generator().manual_seed(0))
     x[:5000] = 1e-39

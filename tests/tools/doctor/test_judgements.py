@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from overflow_fast.tools.doctor.arithmetic import ARITHMETIC, Digests
-from overflow_fast.tools.doctor.collectives import (
-    COLLECTIVES,
-    DTYPES,
-    values_of,
-)
+from overflow_fast.tools.doctor.collectives import COLLECTIVES, DTYPES, values_of
 from overflow_fast.tools.doctor.diagnosis import Diagnosis
 from overflow_fast.tools.doctor.lost_ranks import lost_ranks
 from overflow_fast.tools.doctor.rendezvous import Address

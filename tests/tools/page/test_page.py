@@ -15,17 +15,16 @@ from page_records import HOSTILE, LIMIT, Parsed, entry, parsed, record_of
 
 from overflow_fast import OverflowGuard, read_record
 from overflow_fast.base.text import printable
-from overflow_fast.tools.page import grid
+from overflow_fast.tools.page import payloads
+from overflow_fast.tools.page.columns import Column, downsampled
 from overflow_fast.tools.page.failure_path import failure_path
 from overflow_fast.tools.page.grid import (
     ALL_ZERO,
     BITS,
     NONFINITE,
     NOT_SEEN,
-    Column,
     Sheet,
     block_of,
-    downsampled,
 )
 from overflow_fast.tools.page.incidents import Incident, read_incidents
 from overflow_fast.tools.page.render import page_of, write_page
@@ -220,7 +219,7 @@ def test_a_page_stays_below_2_mib():
 def test_ranks_without_room_have_no_rows_of_their_own(monkeypatch, as_kept):
     records = [record_of(torch.rand(40, 50), rank=i, world_size=4) for i in range(4)]
     as_kept(parsed(records).sections["Headroom"].partition("Entries:")[0])
-    monkeypatch.setattr(grid, "_MAX_RANKS", 1000)
+    monkeypatch.setattr(payloads, "_MAX_RANKS", 1000)
     page = parsed(records)
     as_kept(page.sections["Headroom"].partition("Entries:")[0])
     assert page.meta["rankColumns"] == [] and "ranks" not in page.payloads
@@ -388,7 +387,7 @@ ENDS = {
 )
 def test_numbers_have_the_digits_that_tell_them_apart(table, call):
     """Also the ends of a sparkline."""
-    script = (Path(grid.__file__).parent / "heatmap.js").read_text()
+    script = (Path(payloads.__file__).parent / "heatmap.js").read_text()
     functions = r"  const short = .*?\n  };\n|  function range.*?\n  }\n"
     code = "".join(re.findall(functions, script, re.DOTALL))
     code += f"console.log(JSON.stringify({json.dumps(list(table))}.map({call})))"
