@@ -361,24 +361,21 @@ def _instead(optimizer: Any, wrong: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _by_settings(
-    optimizer: Any,
-    place: int,
-    wrong: Mapping[str, float],
-    given: str,
-    found: Explanation,
+    again: _Again, place: int, wrong: Mapping[str, float], found: Explanation
 ) -> Explanation:
     """The explanation where a nan or inf among its settings made the step's result.
 
     Args:
-        optimizer: The optimizer.
+        again: The step.
         place: The place of the parameter's group.
-        wrong: The settings of its last step that are not finite, by name.
-        given: What the step is made again with, in words.
+        wrong: The settings of the step that are not finite, by name.
         found: What is said of the parameter so far.
     """
-    last = f"in the last step of {type(optimizer).__name__}"
-    texts = [f"{_named(place, n)} was {value} {last}" for n, value in wrong.items()]
-    made = f"that step made again with {given} is non-finite as well"
+    name, was, last = type(again.optimizer).__name__, "is", ""
+    if again.gradient is None:  # it is of an earlier step than that at hand
+        was, last = "was", " in the last step"
+    texts = [f"{_named(place, n)} of {name} {was} {v}{last}" for n, v in wrong.items()]
+    made = f"that step made again with {again.given} is non-finite as well"
     found = replace(found, phase="optimizer", cause=BAD_SETTING.name)
     return replace(found, evidence=[*texts, made])
 
@@ -419,7 +416,7 @@ def _explained(again: _Again, place: int, found: Explanation) -> Explanation | N
     wrong = nonfinite_in(group)
     is_tried = again.held(parameter) is not None  # else its state may be bad as well
     if wrong and not (is_tried and not again.is_finite(**_instead(optimizer, wrong))):
-        return _by_settings(optimizer, place, wrong, again.given, found)
+        return _by_settings(again, place, wrong, found)
     root_op = trace_back(table.sources(twin.part))
     made = None if root_op is None else root_op.source
     if not isinstance(made, OpCall):

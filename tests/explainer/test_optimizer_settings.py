@@ -79,7 +79,8 @@ def test_a_setting_that_was_not_finite(make, name, value, is_kept, as_kept):
     assert found.tensor == "weight"
     place = "[1]" if isinstance(value, tuple) else ""
     number = value[1] if isinstance(value, tuple) else value
-    assert f"param_groups[0]['{name}']{place} was {number}" in found.evidence[0]
+    assert f"param_groups[0]['{name}']{place} of " in found.evidence[0]
+    assert f" was {number} in the last step" in found.evidence[0]
     as_kept(found.evidence[0])
 
 

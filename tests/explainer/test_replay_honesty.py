@@ -59,7 +59,7 @@ def test_gradients_that_clipping_has_spoiled():
 
 
 def test_an_error_in_a_detail_leaves_what_is_known(monkeypatch):
-    monkeypatch.setattr(search, "sentinel_in", lambda *_: [][0])
+    monkeypatch.setattr(search, "drift_of", lambda *_: [][0])
     model, x = net(), data()
     x[1] = 1e30
     found = explain(model, x, lambda x: model(x).pow(2).mean())
