@@ -36,7 +36,6 @@ from .calls import Call, ModelCall, is_forward_alone
 from .leaves import Leaf
 from .named_tensors import names_of, pattern_of
 from .op_call import WRITTEN, OpCall, Source
-from .program_globals import warned_lines
 from .tensor_kinds import (
     INF,
     NAN,
@@ -361,10 +360,7 @@ def _explain_batch(leaf: Leaf, what: str, at: str, call: Call | None) -> Explana
     if isinstance(call, ModelCall) and call.follows_others:
         text += f"; {caller} may have computed it from outputs of the forwards before"
         return _held("", name, text, between)
-    found = _held("data", name, text)
-    if warned := some(warned_lines(), _FEW):
-        found.advice = f"look at what numpy has warned of in this process: {warned}"
-    return found
+    return _held("data", name, text)
 
 
 def _explain_held(leaf: Leaf, what: str, at: str) -> Explanation:

@@ -357,10 +357,12 @@ def _of_named(step: BadStep, found: Explanation) -> Iterator[str]:
         first = step.last_steps.first.get(name)
         if first is None or not (is_own or f"`{name}[" in told):
             continue
-        below, zeros = (int(f(weight.detach(), 0).sum()) for f in (torch.lt, torch.eq))
         is_new = first.shape == weight.shape and bool((first > 0).all())
+        if not (is_new and weight.numel() > 1 and is_readable(weight)):
+            continue  # FSDP may have taken its memory
+        below, zeros = (int(f(weight.detach(), 0).sum()) for f in (torch.lt, torch.eq))
         num = below or zeros
-        if num and is_new and weight.numel() > 1:
+        if num:
             what = f"{num} of {weight.numel()} values of `{name}`"
             are = f"{'is' if num == 1 else 'are'} {'below ' * (below > 0)}0"
             yield f"{what} {are}, none when the guard began"

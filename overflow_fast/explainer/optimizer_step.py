@@ -45,7 +45,7 @@ from ..guard.verdict.optimizer_settings import nonfinite_in
 from ..guard.verdict.verdict import BadEntry
 from ..guard.watching.judged_tensors import state_of
 from ..scanner.ops import scan
-from ..torch_internals.replaying import with_torch_function
+from ..torch_internals.replaying import with_torch_function, without_function_modes
 from .bad_step import BadStep
 from .named_tensors import state_by_name
 from .op_call import OpCall
@@ -125,8 +125,8 @@ def explain_update(step: BadStep, found: Explanation) -> Explanation:
             if made is None:
                 _add_bad_state(optimizer, parameter, found)
             return made or found
-    own = set(map(id, named.values()))
-    if all(own.intersection(map(id, stepped_by(o))) for o in step.optimizers):
+    own, stepping = set(map(id, named.values())), step.optimizers
+    if stepping and all(own & {*map(id, stepped_by(each))} for each in stepping):
         # None steps copies, as an engine's does.
         found = replace(found, phase="weights", cause=BAD_WEIGHTS.name)
         said = [_BY_OTHERS.format(found.tensor)]
@@ -395,7 +395,8 @@ def _made_again(again: _Again, place: int, found: Explanation) -> Explanation | 
             the optimizer can make the step.
     """
     try:
-        return _explained(again, place, found)
+        with without_function_modes():  # the program's see none of it
+            return _explained(again, place, found)
     except Exception as error:
         _log.debug("The step of an optimizer was not made again: %s", error)
         found.notes.append(_NOT_AGAIN)

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ..base.source_files import modules_of_program, short_name
+from ..base.source_files import modules_of_program
 
 _Name = tuple[str, str]  # its module, or else where it is, and its own
 Values = dict[_Name, Any]
@@ -21,7 +21,6 @@ _CONTAINERS = (
     *(list, dict, set, collections.deque, collections.Counter),
     *(collections.OrderedDict, collections.defaultdict, bytearray),
 )
-_OF_NUMPY = " encountered in "  # as of `invalid value encountered in sqrt`
 _MOST = 64  # values of a container that are compared; chosen, not measured
 
 
@@ -69,26 +68,6 @@ def changed_names(before: Values, after: Values) -> list[str]:
     names = before | after
     changed = (name for name in names if before.get(name) != after.get(name))
     return list(dict.fromkeys(name for _, name in changed if not _is_machinery(name)))
-
-
-def warned_lines() -> list[str]:
-    """The program's lines of which numpy has warned, and of what, as Python notes it.
-
-    Of each that is the first time in this process; none where a filter hides warnings.
-    """
-    found = list[str]()
-    for module in modules_of_program():
-        file, noted = (
-            vars(module).get("__file__"),
-            vars(module).get("__warningregistry__", ()),
-        )
-        lines = [(key[2], key[0]) for key in [*noted] if type(key) is tuple]
-        found += [
-            f"{short_name(file)}:{line} (`{text}`)"
-            for line, text in sorted(lines)
-            if file and line and _OF_NUMPY in text
-        ]
-    return list(dict.fromkeys(found))
 
 
 def _is_machinery(name: str) -> bool:

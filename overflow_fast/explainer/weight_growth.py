@@ -26,8 +26,8 @@ _BETA = (
     "load an older checkpoint, and set beta2 above beta1**2, such as the usual 0.999"
 )
 _OTHERS = (
-    "{}'s state counts {} steps, the guard has kept {}: its exp_avg_sq, such as "
-    "of a checkpoint, does not fit exp_avg, or other code has written the weight"
+    "{}'s exp_avg_sq, such as that of a checkpoint, does not fit its exp_avg, or other "
+    "code has written the weight"
 )
 _STATE = (
     "load an older checkpoint, its optimizer's state in float32 (in half precision "
@@ -123,13 +123,11 @@ def _settings(
 ) -> tuple[str, list[str], str]:
     """The learning rates that a weight grew at, evidence of betas, and advice."""
     last, name, flags = list[Mapping[str, Any]](), "", dict[str, Any]()
-    num_made = 0
     for each in step.optimizers:
         place = group_of(each, weight)
         if place is not None:
             last, name = step.last_steps.settings(each, place), type(each).__name__
             flags = each.param_groups[place]
-            num_made = int(each.state.get(weight, {}).get("step", 0))
     rates = [each["lr"] for each in last if type(each.get("lr")) is float]
     if not rates or len(rates) < len(last):
         return "", [], ""
@@ -145,7 +143,7 @@ def _settings(
         return f", at learning rates of {min(rates):.3g} to {max(rates):.3g}", [], ""
     betas: Sequence[float] = last[-1].get("betas", ()) if "Adam" in name else ()
     updates = [(b - a) / rate for a, b in itertools.pairwise(sizes)] if rate else []
-    if len(betas) < 2 or step.past.between != 1 or not updates:
+    if len(betas) != 2 or step.past.between != 1 or not updates:
         return f", at a learning rate of {rate:.3g}", [], ""
     most = _most_of_adam(*betas)
     is_open = most == math.inf and not flags.get("amsgrad")  # its divisor never falls
@@ -156,7 +154,7 @@ def _settings(
     if name in ("Adam", "AdamW") and ROUNDED_UPDATE.is_passed(max(updates), most):
         text = f", in one by {max(updates):.3g} times the learning rate {rate:.3g}"
         text += f", where {name} with its own averages makes at most {most:.3g}"
-        return text, [_OTHERS.format(name, num_made, len(last))], _STATE
+        return text, [_OTHERS.format(name)], _STATE
     return f", at a learning rate of {rate:.3g}", [], ""
 
 

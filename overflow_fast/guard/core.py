@@ -11,6 +11,7 @@ from .config import GuardConfig
 from .isolation import ErrorIsolation
 from .kept_calls.call_keeper import CallKeeper
 from .measurements import Measurements
+from .optimizers.last_steps import LastSteps
 from .optimizers.optimizer_hook import OptimizerHook, living
 from .ranks.agreement import Agreement
 from .step_clock import StepClock
@@ -35,6 +36,8 @@ class GuardCore:
         isolation: Isolates the guard's own errors.
         clock: The step at hand: its number, and how much of it is watched.
         measurements: Its cost, headroom and flight record.
+        last_steps: What explanations compare a step with: small weights as they were
+            when the guard began, the settings of optimizers' last steps.
     """
 
     config: GuardConfig
@@ -48,6 +51,7 @@ class GuardCore:
     isolation: ErrorIsolation
     clock: StepClock
     measurements: Measurements
+    last_steps: LastSteps
 
     @property
     def undone_to(self) -> RestorePoint | None:

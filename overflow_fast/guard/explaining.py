@@ -15,7 +15,6 @@ import torch
 from ..base.text import error_line
 from .core import GuardCore
 from .kept_calls.call_keeper import KeptCalls
-from .optimizers.last_steps import LastSteps
 from .outer import outer
 from .process import world_size
 from .ranks.agreement import Agreed
@@ -25,14 +24,13 @@ from .requests.held_call import HeldCall
 from .time_share import TimeShare
 from .unit import Unit
 from .verdict.verdict import Verdict
-from .watching.watch import models_of
 
 _log = logging.getLogger("overflow_fast")
 USE_RUN = "guard.run(lambda: loss)"
 _STEPS_BETWEEN = 100  # until another place is explained; chosen, not measured
 _SOON = (
-    f"Not replayed: another was replayed less than {_STEPS_BETWEEN} steps before. "
-    "`explain=True` replays each."
+    f"The last explanation was less than {_STEPS_BETWEEN} steps before: "
+    "`explain=True` explains each."
 )
 _ALONE = (
     "The step was not replayed: an exception has ended it on this rank, and its "
@@ -90,7 +88,7 @@ class Explaining:
         if compares:  # a replay with the step
             for watch in watches:
                 watch.recorder.note_row()
-        self._last_steps = LastSteps(models_of(watches) if is_asked else None)
+        self._last_steps = guard.last_steps
         self._arguments = (
             *(config, watches, keeper, guard.full_watches, guard.optimizers),
             *(self._last_steps, compares),
@@ -255,7 +253,7 @@ class Explaining:
         if place in self._places:
             return ""
         if unit.number < self._last.get(is_apart, -_STEPS_BETWEEN) + _STEPS_BETWEEN:
-            return _SOON
+            return _SOON if self._keeper is not None else ""
         self._places.add(place)
         self._last[is_apart] = unit.number
         return None

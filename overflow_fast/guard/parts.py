@@ -51,6 +51,7 @@ from .measurements import Measurements
 from .models import check_names, living_models, warn_of_idle_arguments
 from .monitors.monitor import Guarded
 from .monitors.running import RunningMonitors
+from .optimizers.last_steps import LastSteps
 from .optimizers.optimizer_hook import OptimizerHook, living, outermost
 from .pipeline import Pipeline
 from .ranks.agreement import Agreement
@@ -155,6 +156,7 @@ class GuardParts:
         looks = not config.verdicts_are_late
         monitors = RunningMonitors(config.monitors, guarded, isolation.isolated, looks)
         self.clock = StepClock(config.schedule, watches, start)
+        is_asked = config.explain.when != "never"
         self._core = core = GuardCore(
             config=config,
             watches=watches,
@@ -167,6 +169,7 @@ class GuardParts:
             isolation=isolation,
             clock=self.clock,
             measurements=self.measurements,
+            last_steps=LastSteps(models_of(watches) if is_asked else None),
         )
         self.pipeline = Pipeline(core, monitors)
         self.inputs = LoopInputs(core, self.pipeline.tensors)

@@ -104,8 +104,8 @@ class TrainerGuardCallback(GuardOwner, TrainerCallback):
                 "Trainer's log does not show this loss: with "
                 "logging_nan_inf_filter=True it puts the mean of the losses since the "
                 "last logged step in its place, or 0 where there is none (as with "
-                "logging_steps=1). With False it logs nan for this step and all after "
-                "it."
+                "logging_steps=1). With False it logs this loss as it is, and nan for "
+                "all after it."
             )
 
     def _before_prediction(self, *args: Any, **kwargs: Any) -> None:

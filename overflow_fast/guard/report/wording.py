@@ -181,8 +181,7 @@ class ReportText:
         is_noted = self._is_noted(IN_LOOP) or self._is_noted(BETWEEN_FORWARDS)
         found = self.explanation
         given = "" if found is None else found.advice
-        is_told = self._is_cured or (self._is_of_sample and bool(given))
-        how = report.step, is_told, report.is_beyond_repair, is_noted
+        how = report.step, self._is_cured, report.is_beyond_repair, is_noted
         advice = advice_for(self.verdict, *how, given)
         if not (advice or self._is_cured or found is None):
             advice = given or Cause.of(found.cause).advice

@@ -25,7 +25,6 @@ from ...base.text import error_line
 from ..core import GuardCore
 from ..kept_calls.call_keeper import KeptCalls
 from ..kept_calls.kept_call import KeptCall
-from ..optimizers.last_steps import LastSteps
 from ..outer import outer
 from ..report.causes import NOT_REPRODUCIBLE, UNKNOWN
 from ..report.explanation import Explanation
@@ -35,7 +34,7 @@ from ..unit import Unit
 from ..value_errors import is_of_values
 from ..verdict.bad_frames import BadFrame
 from ..verdict.verdict import Verdict
-from ..watching.watch import ModelWatch, models_of
+from ..watching.watch import ModelWatch
 from .gate import Gate
 from .later import Later
 from .request import Request
@@ -95,8 +94,7 @@ class Replays:
         self.gate = gate
         self.share = TimeShare()
         self.later = Later()
-        is_asked = guard.config.explain.when != "never"
-        self._last_steps = LastSteps(models_of(guard.watches) if is_asked else None)
+        self._last_steps = guard.last_steps
         self._new_watches = guard.full_watches
         self._unlocked = unlocked
         self._on_spent = on_spent

@@ -28,16 +28,13 @@ class MissedSteps:
 
     Forwards of one step, as in gradient accumulation, find the weights as they were.
     Looks from the second forward since the last judgement on: most steps have one.
-
-    Attributes:
-        has_seen_forward: The model has run with autograd, in any step.
     """
 
     def __init__(self) -> None:
         # Where they are: torch swaps no tensor that has a weak reference.
         self._places: list[tuple[weakref.ref[nn.Module], str]] | None = None
         self._left: _State | None = None  # by the last forward
-        self._has_forward = self.has_seen_forward = False
+        self._has_forward = False
         self._num = 0
 
     def begin_forward(self) -> bool:
@@ -56,7 +53,7 @@ class MissedSteps:
             if self._places is None:
                 self._places = _some_places(model)
             self._left = self._state()
-        self._has_forward = self.has_seen_forward = True
+        self._has_forward = True
 
     def restart(self) -> None:
         """Called when a step was judged, or will be, lagged."""

@@ -146,6 +146,7 @@ class ModelWatch(StepHooks):
         self.on_left: Callable[[ModelWatch, Exception], bool] | None = None
         self.on_unjudged: Callable[[ModelWatch, _C.Frame | None], None] | None = None
         self._missed = MissedSteps()
+        self._has_run = False  # with autograd, in any step
         self.needs_buffers = self.judges_requests = self.is_served = False
         self.num_given_up = -1
         # The number of frames when a later forward of the step began, and a gradient
@@ -428,6 +429,7 @@ class ModelWatch(StepHooks):
     def _send(self) -> None:
         is_in_step = self.is_in_step
         self.frames.note_forward(is_in_step)
+        self._has_run |= is_in_step
         if not is_in_step or self.on_unjudged is None:
             return
         first = self.frames.first_of_left_out()
@@ -494,7 +496,7 @@ class ModelWatch(StepHooks):
         A tripwire has no hooks on these that would announce a forward.
         """
         model = self.model
-        if self.wanted.activations or self._missed.has_seen_forward or model is None:
+        if self.wanted.activations or self._has_run or model is None:
             return
         self.has_submodule_calls |= any(True for _ in self._gradients(model))
 
