@@ -183,13 +183,14 @@ def _of_zeros(parameters: Mapping[str, torch.Tensor], kept: OptimizerSnapshot) -
     """Names the matrices that were 0, where a weight's gradient is 0 throughout."""
     given = {n: p.grad for n, p in parameters.items() if p.grad is not None}
     num = len(_zeros_in(given)) - 1
-    others = f", as those of {counted(num, 'other weight')}" * bool(num)
+    are = "is that" if num == 1 else "are those"
+    others = f", as {are} of {counted(num, 'other weight')}" * bool(num)
     before = {n: kept.held(p) for n, p in parameters.items() if p.dim() > 1}
     zeros = _zeros_in({n: p for n, p in before.items() if p is not None})
     more = f" and {counted(len(zeros) - 1, 'other weight')}" * (len(zeros) > 1)
     was = "were" if more else "was"
-    are = f", and `{zeros[0]}`{more} {was} 0" if zeros else ""
-    return f"its gradient is 0 throughout{others}{are}"
+    which = f", and `{zeros[0]}`{more} {was} 0" if zeros else ""
+    return f"its gradient is 0 throughout{others}{which}"
 
 
 def _zeros_in(named: Mapping[str, torch.Tensor]) -> list[str]:

@@ -625,7 +625,7 @@ def test_a_gradient_of_0_is_named_with_the_weights_that_were_0():
         model(torch.ones(1, 3)).sum().backward()
         optimizer.step()
         first = str(guard.last_report).splitlines()[0]
-    others = "as those of 1 other weight, and `2.weight` was 0."
+    others = "as is that of 1 other weight, and `2.weight` was 0."
     assert first.endswith(f": its gradient is 0 throughout, {others}")
 
 
