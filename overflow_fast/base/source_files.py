@@ -43,7 +43,7 @@ def is_cell(name: str) -> bool:
 
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_DEMO = os.path.join(_PACKAGE, "tools", "demo") + os.sep
+_DEMO = os.path.join(_PACKAGE, "tools", "demo.py")
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
@@ -62,7 +62,7 @@ def installed_name(file: str) -> str:
     Of the standard library's, too. This package's own files are none.
     """
     path = _absolute(file)
-    if is_own(path) or path.startswith(_DEMO):
+    if is_own(path) or path == _DEMO:
         return ""
     for folder in ("site-packages", "dist-packages"):
         _, found, name = path.rpartition(f"{os.sep}{folder}{os.sep}")
@@ -96,7 +96,7 @@ def modules_of_program() -> list[types.ModuleType]:
 def is_own(file: str) -> bool:
     """True for a file of this package, but not of its demonstration."""
     path = _absolute(file)
-    return path.startswith(_PACKAGE) and not path.startswith(_DEMO)
+    return path.startswith(_PACKAGE) and path != _DEMO
 
 
 @functools.cache
