@@ -39,8 +39,7 @@ from ..guard.report.gist import plain_number
 from .bad_step import BadStep
 from .bounds import LONGER, TREND, WEIGHT_AT_ONCE, WHOLE_BATCH
 from .calls import Call
-from .named_tensors import names_of
-from .weight_growth import drift_of
+from .weight_growth import beside_first, drift_of
 
 _OF_NUMBERS = (UNDEFINED.name, SINGULAR_GRADIENT.name)  # such as of a 0
 _FEW = 4  # steps of a trend
@@ -351,16 +350,14 @@ def _steps_before(number: int) -> str:
 def _of_named(step: BadStep, found: Explanation) -> Iterator[str]:
     """A small weight or buffer that the reason names, which was above 0 at first."""
     told = " ".join([found.reason, *found.evidence])
-    for _, name, weight in names_of(step.models):
+    for _, name, weight, first in beside_first(step):
         owner, _, own = name.rpartition(".")
         is_own = owner == found.module and f"{own} is " in told
-        first = step.last_steps.first.get(name)
-        if first is None or not (is_own or f"`{name}[" in told):
+        if not (is_own or f"`{name}[" in told) or weight.numel() < 2:
             continue
-        is_new = first.shape == weight.shape and bool((first > 0).all())
-        if not (is_new and weight.numel() > 1 and is_readable(weight)):
-            continue  # FSDP may have taken its memory
-        below, zeros = (int(f(weight.detach(), 0).sum()) for f in (torch.lt, torch.eq))
+        if not bool((first > 0).all()):
+            continue
+        below, zeros = (int(f(weight, 0).sum()) for f in (torch.lt, torch.eq))
         num = below or zeros
         if num:
             what = f"{num} of {weight.numel()} values of `{name}`"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,19 @@ def find_growth(step: BadStep) -> WeightGrowth | None:
     return WeightGrowth(text, evidence, factors, advice)
 
 
+def beside_first(
+    step: BadStep,
+) -> Iterator[tuple[str, str, torch.Tensor, torch.Tensor]]:
+    """Yields small weights and buffers: kind, name, values now, those of the beginning.
+
+    Of the same shape, and where they can be read: FSDP takes the memory of weights.
+    """
+    for kind, name, weight in names_of(step.models):
+        first = step.last_steps.first.get(name)
+        if first is not None and first.shape == weight.shape and is_readable(weight):
+            yield kind, name, weight.detach(), first
+
+
 def drift_of(step: BadStep, reached: Collection[str]) -> str:
     """Names a small weight that is another one since the guard began, or returns "".
 
@@ -95,13 +108,10 @@ def drift_of(step: BadStep, reached: Collection[str]) -> str:
         step: The step.
         reached: The names of those of which their size is told.
     """
-    for kind, name, weight in names_of(step.models):
-        first = step.last_steps.first.get(name)
-        if kind == "buffer" or name.endswith("bias") or not is_readable(weight):
-            continue  # FSDP has taken the memory of its weights
-        if first is None or first.shape != weight.shape:
+    for kind, name, weight, first in beside_first(step):
+        if kind == "buffer" or name.endswith("bias"):
             continue
-        now, was = (_largest(each.detach().float()) for each in (weight, first))
+        now, was = (_largest(each.float()) for each in (weight, first))
         is_lost = weight.numel() == 1 and weight.dim() < 2
         is_lost &= now < 0 < was or now == 0 != was
         sizes = abs(now), abs(was)

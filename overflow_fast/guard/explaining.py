@@ -244,7 +244,7 @@ class Explaining:
 
     def _why_not(self, unit: Unit, verdict: Verdict, ends: bool) -> str | None:
         """Why a step is not explained, "" where that goes without saying; else None."""
-        first, is_apart = verdict.first, unit.kind.moment == "evaluation"
+        first, is_apart = verdict.first, unit.kind.is_evaluation
         if self._asked == "never" or self.is_off or first is None:
             return ""
         if self._asked == "always" or ends:

@@ -67,7 +67,7 @@ class Ledger:
     def count(self, unit: Unit, report: Report) -> None:
         """Counts a bad unit and its action; too many skips in a row raise."""
         self.num_bad += 1
-        self.num_bad_in_row += unit.kind.moment != "evaluation"
+        self.num_bad_in_row += not unit.kind.is_evaluation
         self.requests.num_bad += unit.kind.is_request
         self.last_report = report
         if unit.hook is not None:
@@ -117,7 +117,7 @@ class Ledger:
             _log.warning("%s", unit.line(report))
         elif is_own:
             with self._isolation.isolated():
-                is_step = unit.kind.moment != "evaluation"
+                is_step = not unit.kind.is_evaluation
                 self._alarms.warn(report, self.num_bad_in_row * is_step)
 
     def tell_late(self, unit: Unit, report: Report) -> None:

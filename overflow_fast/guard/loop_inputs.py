@@ -122,6 +122,8 @@ class LoopInputs:
             is_unseen: No watch has seen a call in it. A tripwire sees none of a model
                 whose forward is not called: where the loss has its weights, it ran.
         """
+        if _UNWATCHED in self._said:
+            return
         is_of_others = is_unseen and any(each.is_attached for each in self._watches)
         if is_of_others:
             models = models_of(self._watches).values()

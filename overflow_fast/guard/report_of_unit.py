@@ -48,7 +48,7 @@ def _shown_frames(unit: Unit, most: int) -> list[str]:
         return []
     leading = leading_frame(unit.frames)
     shown = list(leading.watch.frames.before)
-    if unit.kind.moment == "evaluation":  # other threads may run forwards meanwhile
+    if unit.kind.is_evaluation:  # other threads may run forwards meanwhile
         shown = [each for each in shown if each.batch == leading.frame.batch]
     if not leading.watch.wanted.activations:
         return []

@@ -59,6 +59,11 @@ class UnitKind:
     is_request: bool = False
     is_last: bool = False
 
+    @property
+    def is_evaluation(self) -> bool:
+        """It is of forwards without autograd, which are no step: a request, too."""
+        return self.moment == "evaluation"
+
 
 STEP = UnitKind("before", may_skip=True, doubts=True)
 UPDATE = UnitKind("before", runs_again=False, may_skip=True, ends_finite=False)
